@@ -1,0 +1,54 @@
+# `make up` and `make test` do all their own set-up; each step runs again only when what it depends on has changed.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: up down test check setup clean FORCE
+
+export PYTHONSAFEPATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+CONFIG ?= configs/quickstart.yaml
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --no-input --constraint constraints/cpu.txt
+PACKAGES := engine feedback gateway kernels ops retrain
+
+up: setup
+	$(BIN)/redraft models pull --config $(CONFIG)
+	$(BIN)/redraft up --config $(CONFIG)
+
+down: setup
+	$(BIN)/redraft down --config $(CONFIG)
+
+test: setup
+	$(BIN)/redraft models pull smollm2-135m
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy -p redraft
+
+setup: $(VENV)/installed
+
+clean:
+	rm -rf $(VENV) build redraft.egg-info
+
+$(BIN)/python:
+	ops/bootstrap.sh $(VENV)
+
+# BFCL is read as data: its own pins fit no environment but its own.
+$(VENV)/dependencies: pyproject.toml constraints/cpu.txt | $(BIN)/python
+	$(PIP) setuptools wheel
+	$(PIP) --no-build-isolation '.[engine,dev]'
+	$(PIP) --no-deps bfcl-eval
+	touch $@
+
+# Strict: an editable install of exactly the files that a wheel would hold, so it is laid again when one comes or goes.
+$(VENV)/installed: $(VENV)/dependencies $(VENV)/files
+	$(PIP) --quiet --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+	touch $@
+
+$(VENV)/files: FORCE | $(BIN)/python
+	@find $(PACKAGES) -type f -not -name '*.pyc' | LC_ALL=C sort | cmp -s - $@ || \
+		find $(PACKAGES) -type f -not -name '*.pyc' | LC_ALL=C sort > $@
