@@ -11,6 +11,7 @@ CONFIG ?= configs/quickstart.yaml
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --no-input --constraint constraints/cpu.txt
+STRICT := --config-settings editable_mode=strict
 PACKAGES := engine feedback gateway kernels ops retrain
 
 up: setup
@@ -40,13 +41,13 @@ $(BIN)/python:
 # BFCL is read as data: its own pins fit no environment but its own.
 $(VENV)/dependencies: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(PIP) setuptools wheel
-	$(PIP) --no-build-isolation '.[engine,dev]'
+	$(PIP) --no-build-isolation --editable '.[engine,dev]' $(STRICT)
 	$(PIP) --no-deps bfcl-eval
 	touch $@
 
 # Strict: an editable install of exactly the files that a wheel would hold, so it is laid again when one comes or goes.
 $(VENV)/installed: $(VENV)/dependencies $(VENV)/files
-	$(PIP) --quiet --no-deps --no-build-isolation --editable . --config-settings editable_mode=strict
+	$(PIP) --quiet --no-deps --no-build-isolation --editable . $(STRICT)
 	touch $@
 
 $(VENV)/files: FORCE | $(BIN)/python

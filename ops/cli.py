@@ -1,0 +1,78 @@
+"""The ``redraft`` command."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from redraft.engine.checkpoints.errors import CheckpointError
+from redraft.engine.protocol import EngineError
+from redraft.ops.commands import bench, chat, config, doctor, lifecycle, models
+from redraft.ops.errors import CliError
+
+app = typer.Typer(
+    help="An OpenAI-compatible gateway for agents, with a speculative drafter that learns from what it serves.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+SERVE = "Serve"
+USE = "Use"
+LOOK = "Look after it"
+
+app.command(rich_help_panel=SERVE)(lifecycle.up)
+app.command(rich_help_panel=SERVE)(lifecycle.down)
+app.command(rich_help_panel=SERVE)(lifecycle.serve)
+app.command(rich_help_panel=SERVE)(lifecycle.status)
+app.command(rich_help_panel=SERVE)(lifecycle.logs)
+app.command(rich_help_panel=USE)(chat.chat)
+app.add_typer(models.app, name="models", rich_help_panel=USE)
+app.command(rich_help_panel=LOOK)(doctor.doctor)
+app.add_typer(config.app, name="config", rich_help_panel=LOOK)
+app.command(rich_help_panel=LOOK)(bench.bench)
+
+
+@app.command("_engine", hidden=True)
+def engine_process(config_path: Path) -> None:
+    from redraft.ops.serving import run_engine
+
+    run_engine(config_path)
+
+
+@app.command("_gateway", hidden=True)
+def gateway_process(config_path: Path, listen_fd: Annotated[int, typer.Option()]) -> None:
+    from redraft.ops.serving import run_gateway
+
+    run_gateway(config_path, listen_fd)
+
+
+def main() -> None:
+    """Run the command; every failure is one or two lines on standard error and an exit status of 1, or 2 for usage."""
+    try:
+        app()
+    except CliError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except (CheckpointError, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except Exception as error:
+        if os.environ.get("REDRAFT_DEBUG"):
+            raise
+        print(
+            f"error: unexpected {type(error).__name__}: {error}\n"
+            "This is a fault of redraft; REDRAFT_DEBUG=1 shows where it happened.",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Running a benchmark."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import redraft.ops.bench as benches
+from redraft.ops.errors import UsageError
+
+
+def bench(
+    name: Annotated[str, typer.Argument(help="Which benchmark.")],
+    quick: Annotated[bool, typer.Option(help="Fewer loads and sessions, the same definitions.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object alone on standard output.")] = False,
+) -> None:
+    """Measure something; progress goes to standard error."""
+    known = _names()
+    if name not in known:
+        raise UsageError(f"no benchmark {name}; there are: {', '.join(known) or 'none'}")
+    result = importlib.import_module(f"redraft.ops.bench.{name}").run(quick=quick)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        json.dump(result, sys.stdout, indent=2)
+        print()
+
+
+def _names() -> list[str]:
+    """The modules that define ``run``, found without importing them."""
+    files = Path(benches.__path__[0]).glob("*.py")
+    return sorted(file.stem for file in files if "\ndef run(" in file.read_text(encoding="utf-8"))

@@ -1,0 +1,179 @@
+"""Starting, stopping and watching a deployment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from redraft.ops.commands.options import ConfigPath, load, others
+from redraft.ops.config import dump
+from redraft.ops.deployment import Deployment, State
+from redraft.ops.errors import CliError
+from redraft.ops.serving import PROGRAM
+from redraft.ops.serving import serve as run_deployment
+
+STOP_LIMIT = 9.0
+"""Seconds that a deployment has to stop before it is killed."""
+
+LogName = Literal["engine", "gateway", "supervisor"]
+
+
+def up(config: ConfigPath = None) -> None:
+    """Start gateway and engine in the background; return when they answer.
+
+    Doing it twice is harmless. `redraft down` stops them.
+    """
+    loaded, deployment = load(config)
+    lock = deployment.lock(wait=0.5)
+    if lock is None:
+        state = _follow(deployment, None)
+        print(f"Already running: {state.url}/v1")
+        if state.config != dump(loaded.config):
+            print("Settings have changed since it started; apply them with: redraft down && redraft up")
+        return
+    deployment.forget()
+    state = _follow(deployment, _start_supervisor(loaded.path, deployment, lock))
+    print(f"Ready: {state.url}/v1")
+    print('Try it: redraft chat --once "What is speculative decoding?"')
+
+
+def down(config: ConfigPath = None) -> None:
+    """Stop gateway and engine. Running answers get a few seconds to end."""
+    _, deployment = load(config)
+    lock = deployment.lock(wait=0.5)
+    state = deployment.read()
+    if lock is None and state is not None:
+        state.supervisor.send(signal.SIGTERM)
+        lock = deployment.lock(wait=STOP_LIMIT)
+        if lock is None:
+            state.supervisor.send(signal.SIGKILL)
+            lock = deployment.lock(wait=STOP_LIMIT)
+        if lock is None:
+            raise CliError(f"process {state.supervisor.pid} does not end; look at {deployment.log('supervisor')}")
+        print(f"Stopped {state.url}")
+    else:
+        print(f"Nothing is running here{others(deployment)}")
+
+
+def serve(
+    config: ConfigPath = None,
+    lock_fd: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run gateway and engine in the foreground until Ctrl-C."""
+    loaded, deployment = load(config)
+    lock = deployment.lock(wait=0.5) if lock_fd is None else lock_fd
+    if lock is None:
+        raise CliError("already running here; stop it with: redraft down")
+    os.set_inheritable(lock, False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    last = ("", "")
+
+    def report(state: State) -> None:
+        nonlocal last
+        if (state.phase, state.message) != last:
+            last = (state.phase, state.message)
+            console.print(f"{state.phase}: {state.message or state.url}", markup=False)
+
+    run_deployment(loaded, deployment, report)
+
+
+def status(config: ConfigPath = None) -> None:
+    """Show what runs. Exit status 0: ready; 1: not ready; 3: not running."""
+    _, deployment = load(config)
+    state = deployment.read()
+    if not deployment.is_locked():
+        print(f"Not running{f'; last: {state.phase} {state.message}'.rstrip() if state else ''}{others(deployment)}")
+        raise typer.Exit(3)
+    if state is None:
+        print("Starting")
+        raise typer.Exit(1)
+    table = Table("process", "pid", "restarts", "state", box=None, pad_edge=False)
+    table.add_row("supervisor", str(state.supervisor.pid), "", state.phase)
+    for name, service in state.services.items():
+        pid = str(service.process.pid) if service.process else "-"
+        table.add_row(name, pid, str(service.restarts), service.detail)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{state.phase}: {state.url}/v1", markup=False)
+    console.print(table)
+    console.print(f"logs and state: {deployment.folder}", markup=False)
+    if state.message:
+        console.print(state.message, markup=False)
+    raise typer.Exit(0 if state.phase == "ready" else 1)
+
+
+def logs(
+    process: Annotated[LogName, typer.Argument(help="Whose log.")] = "engine",
+    config: ConfigPath = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the last lines.")] = 50,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+) -> None:
+    """Print the last lines of a log."""
+    _, deployment = load(config)
+    path = deployment.log(process)
+    if not path.exists():
+        raise CliError(f"{path} does not exist: the {process} has not run here yet")
+    with path.open(errors="replace") as file:
+        for line in deque(file, maxlen=lines):
+            sys.stdout.write(line)
+        while follow:
+            sys.stdout.write(file.read())
+            sys.stdout.flush()
+            time.sleep(0.2)
+
+
+def _start_supervisor(config: Path | None, deployment: Deployment, lock: int) -> subprocess.Popen[bytes]:
+    """Start ``redraft serve`` in the background and hand the lock over to it."""
+    command = [*PROGRAM, "serve", "--lock-fd", str(lock), *(["--config", str(config)] if config else [])]
+    with deployment.log("supervisor").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONSAFEPATH": "1"},
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    os.close(lock)
+    return process
+
+
+def _follow(deployment: Deployment, started: subprocess.Popen[bytes] | None) -> State:
+    """Wait until the deployment is ready; Ctrl-C takes back a start of our own."""
+    console = Console(stderr=True, highlight=False)
+    begin = time.monotonic()
+    try:
+        with console.status("Starting") as line:
+            while True:
+                ended = started.poll() is not None if started else not deployment.is_locked()
+                state = deployment.read()
+                if state and state.phase == "ready":
+                    return state
+                if ended or (state and state.phase == "failed"):
+                    raise CliError(_why(deployment, state))
+                phase = state.phase if state else "starting"
+                line.update(f"{phase.capitalize()} ({time.monotonic() - begin:.0f} s)")
+                time.sleep(0.1)
+    except KeyboardInterrupt:
+        if started and started.poll() is None:
+            started.terminate()
+            started.wait()
+        raise CliError("interrupted; nothing was left running") from None
+
+
+def _why(deployment: Deployment, state: State | None) -> str:
+    if state and state.message:
+        return state.message
+    log = deployment.log("supervisor")
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return "\n".join(lines[-2:]).removeprefix("error: ") or "it stopped while starting"

@@ -1,0 +1,115 @@
+"""Composes a deployment: which processes it has, how they are started, and what each of them runs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from redraft.gateway.server import AddressUnavailable, bind
+from redraft.ops.config import LoadedConfig, RedraftConfig, dump, load_config
+from redraft.ops.deployment import Deployment, State
+from redraft.ops.errors import CliError
+from redraft.ops.processes import identify
+from redraft.ops.supervisor import Service, Supervisor
+
+PROGRAM = (sys.executable, "-m", "redraft.ops.cli")
+
+
+def serve(loaded: LoadedConfig, deployment: Deployment, report: Callable[[State], None]) -> None:
+    """Run a deployment in the foreground until SIGTERM, SIGINT or SIGHUP; the caller holds its lock.
+
+    Raises:
+        CliError: it could not be started.
+    """
+    gateway = loaded.config.gateway
+    listener = _listen(gateway.host, gateway.port)
+    port = listener.getsockname()[1]
+    engine_socket = deployment.socket(loaded.config.engine.socket)
+    engine_socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    effective = loaded.config.model_copy(
+        update={
+            "gateway": gateway.model_copy(update={"port": port}),
+            "engine": loaded.config.engine.model_copy(update={"socket": engine_socket}),
+        }
+    )
+    deployment.effective_config.write_text(dump(effective))
+    first = [listener]
+    services = [
+        Service("engine", (*PROGRAM, "_engine", str(deployment.effective_config))),
+        Service(
+            "gateway",
+            (*PROGRAM, "_gateway", str(deployment.effective_config)),
+            listen=lambda: first.pop() if first else _listen(gateway.host, port),
+        ),
+    ]
+    url = _url(gateway.host, port)
+    me = identify(os.getpid())
+    assert me is not None
+    state = State(
+        supervisor=me,
+        phase="starting",
+        url=url,
+        config=dump(loaded.config),
+        config_path=str(loaded.path) if loaded.path else None,
+    )
+    asyncio.run(_supervise(services, deployment, state, report))
+
+
+async def _supervise(
+    services: list[Service], deployment: Deployment, state: State, report: Callable[[State], None]
+) -> None:
+    async with httpx.AsyncClient(base_url=state.url, timeout=2, trust_env=False) as client:
+        supervisor = Supervisor(services, deployment, state, partial(_is_ready, client), report)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            loop.add_signal_handler(number, supervisor.stop)
+        await supervisor.run()
+
+
+async def _is_ready(client: httpx.AsyncClient) -> bool:
+    try:
+        return (await client.get("/ready")).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return bind(host, port)
+    except AddressUnavailable as error:
+        raise CliError(str(error)) from None
+
+
+def _url(host: str, port: int) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_engine(config_path: Path) -> None:
+    """The engine process."""
+    config, engine_socket = _effective(config_path)
+    try:
+        from redraft.engine.embedded.server import main
+    except ModuleNotFoundError as error:
+        raise CliError(f"The embedded engine needs the engine extra ({error}): pip install 'redraft[engine]'") from None
+    engine_socket.unlink(missing_ok=True)
+    main(config.engine, engine_socket)
+
+
+def run_gateway(config_path: Path, listen_fd: int) -> None:
+    """The gateway process, serving on a socket that the supervisor bound."""
+    raise NotImplementedError
+
+
+def _effective(path: Path) -> tuple[RedraftConfig, Path]:
+    config = load_config(path, {}).config
+    assert config.engine.socket is not None
+    return config, config.engine.socket

@@ -1,0 +1,222 @@
+"""Keeps the processes of one deployment running, and stops all of them together.
+
+Every service is its own process group with its own log. One that dies before the deployment has been ready ends the
+start with its own last words; one that dies later is started again, with a growing delay, while the others go on.
+However the supervisor itself ends, the kernel takes its services with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from redraft.ops.deployment import Deployment, Phase, ServiceState, State
+from redraft.ops.errors import CliError
+from redraft.ops.processes import ProcessId, describe_exit, die_with_parent, identify
+
+LOG_LIMIT = 16 << 20
+"""Bytes after which a log is set aside when its service starts."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A process to keep running.
+
+    ``listen`` makes the socket that the process serves; its descriptor is passed on as ``--listen-fd``. ``grace`` is
+    the seconds between being asked to stop and being killed.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    listen: Callable[[], socket.socket] | None = None
+    grace: float = 4.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: between readiness probes, for the whole start, and of the delays before a restart."""
+
+    probe: float = 0.1
+    start_limit: float = 900.0
+    first_delay: float = 0.5
+    longest_delay: float = 30.0
+    settled: float = 60.0
+
+
+@dataclass(frozen=True)
+class _Running:
+    process: asyncio.subprocess.Process
+    identity: ProcessId
+
+    async def end(self, grace: float) -> None:
+        self.identity.send_group(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), grace)
+        self.identity.send_group(signal.SIGKILL)
+        await self.process.wait()
+
+
+class Supervisor:
+    """Runs ``services``, whose readiness ``probe`` tells; stop order is the reverse of start order."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        deployment: Deployment,
+        state: State,
+        probe: Callable[[], Awaitable[bool]],
+        report: Callable[[State], None] = lambda state: None,
+        timing: Timing = Timing(),
+    ) -> None:
+        self._services = services
+        self._deployment = deployment
+        self._state = msgspec.structs.replace(state, services={s.name: ServiceState() for s in services})
+        self._probe = probe
+        self._report = report
+        self._timing = timing
+        self._running: dict[str, _Running] = {}
+        self._stop = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._been_ready = False
+
+    def stop(self) -> None:
+        """Stop everything in an orderly way; a second call kills at once."""
+        if self._stop.is_set():
+            for running in self._running.values():
+                running.identity.send_group(signal.SIGKILL)
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Return once ``stop`` was called and everything has ended.
+
+        Raises:
+            CliError: the deployment could not be started; the message holds the service's own words.
+        """
+        self._publish("starting")
+        tasks = [asyncio.create_task(self._keep(service)) for service in self._services]
+        tasks.append(asyncio.create_task(self._watch_readiness()))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+            failure = next((task.exception() for task in done if task is not stopping), None)
+        finally:
+            stopping.cancel()
+            await self._end(tasks)
+        if failure is None:
+            self._publish("stopped")
+            return
+        self._publish("failed", str(failure))
+        raise failure
+
+    async def _keep(self, service: Service) -> None:
+        delay = self._timing.first_delay
+        while True:
+            log = self._deployment.log(service.name)
+            offset = _open_end(log)
+            running = await self._start(service, log)
+            started = time.monotonic()
+            returncode = await running.process.wait()
+            running.identity.send_group(signal.SIGKILL)
+            message = f"{service.name}: {_last_words(log, offset) or describe_exit(returncode)}"
+            if not self._been_ready:
+                raise CliError(f"{message}\nThe log is {log}")
+            if time.monotonic() - started > self._timing.settled:
+                delay = self._timing.first_delay
+            restarts = self._state.services[service.name].restarts + 1
+            detail = f"{describe_exit(returncode)}; starting again in {delay:g} s"
+            self._update(service.name, ServiceState(restarts=restarts, detail=detail))
+            self._publish("degraded", f"{message} (starting again)")
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, self._timing.longest_delay)
+
+    async def _start(self, service: Service, log: Path) -> _Running:
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(log.open("ab"))
+            command = service.command
+            descriptors: tuple[int, ...] = ()
+            if service.listen:
+                descriptor = stack.enter_context(service.listen()).fileno()
+                command = (*command, "--listen-fd", str(descriptor))
+                descriptors = (descriptor,)
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=descriptors,
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        running = _Running(process, identify(process.pid) or ProcessId(process.pid, 0))
+        self._running[service.name] = running
+        restarts = self._state.services[service.name].restarts
+        self._update(service.name, ServiceState(process=running.identity, restarts=restarts, detail="running"))
+        return running
+
+    async def _watch_readiness(self) -> None:
+        """Ready is when every process runs and the probe says so; until the next change nobody needs to ask again."""
+        while True:
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(None if self._been_ready else self._timing.start_limit):
+                    await self._until_ready()
+            except TimeoutError:
+                raise CliError(f"not ready within {self._timing.start_limit:g} s; see redraft logs") from None
+            self._been_ready = True
+            if not self._changed.is_set():
+                self._publish("ready")
+            await self._changed.wait()
+
+    async def _until_ready(self) -> None:
+        while not (  # noqa: ASYNC110 (what is waited for is in another process)
+            all(service.process for service in self._state.services.values()) and await self._probe()
+        ):
+            await asyncio.sleep(self._timing.probe)
+
+    async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
+        self._publish("stopping", self._state.message)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for service in reversed(self._services):
+            if running := self._running.get(service.name):
+                await running.end(service.grace)
+
+    def _update(self, name: str, service: ServiceState) -> None:
+        self._state = msgspec.structs.replace(self._state, services={**self._state.services, name: service})
+        self._changed.set()
+        self._publish(self._state.phase, self._state.message)
+
+    def _publish(self, phase: Phase, message: str = "") -> None:
+        self._state = msgspec.structs.replace(self._state, phase=phase, message=message)
+        self._deployment.write(self._state)
+        self._report(self._state)
+
+
+def _open_end(log: Path) -> int:
+    """Where a new run's output begins; a log that has grown large is set aside first."""
+    if not log.exists():
+        return 0
+    if log.stat().st_size > LOG_LIMIT:
+        log.replace(log.with_suffix(".log.1"))
+        return 0
+    return log.stat().st_size
+
+
+def _last_words(log: Path, offset: int) -> str:
+    """The error a service printed before it died: its last ``error: …`` line, else its last line."""
+    with log.open("rb") as file:
+        file.seek(offset)
+        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    return (errors or lines or [""])[-1].strip()
