@@ -126,7 +126,7 @@ class Supervisor:
             started = time.monotonic()
             returncode = await running.process.wait()
             running.identity.send_group(signal.SIGKILL)
-            message = f"{service.name}: {_last_words(log, offset) or describe_exit(returncode)}"
+            message = f"{service.name}: {_last_words(log, offset, returncode)}"
             if not self._been_ready:
                 raise CliError(f"{message}\nThe log is {log}")
             if time.monotonic() - started > self._timing.settled:
@@ -134,7 +134,7 @@ class Supervisor:
             restarts = self._state.services[service.name].restarts + 1
             detail = f"{describe_exit(returncode)}; starting again in {delay:g} s"
             self._update(service.name, ServiceState(restarts=restarts, detail=detail))
-            self._publish("degraded", f"{message} (starting again)")
+            self._publish("degraded", message)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._timing.longest_delay)
 
@@ -161,6 +161,7 @@ class Supervisor:
         self._running[service.name] = running
         restarts = self._state.services[service.name].restarts
         self._update(service.name, ServiceState(process=running.identity, restarts=restarts, detail="running"))
+        self._publish(self._state.phase, self._state.message)
         return running
 
     async def _watch_readiness(self) -> None:
@@ -195,7 +196,6 @@ class Supervisor:
     def _update(self, name: str, service: ServiceState) -> None:
         self._state = msgspec.structs.replace(self._state, services={**self._state.services, name: service})
         self._changed.set()
-        self._publish(self._state.phase, self._state.message)
 
     def _publish(self, phase: Phase, message: str = "") -> None:
         self._state = msgspec.structs.replace(self._state, phase=phase, message=message)
@@ -213,10 +213,14 @@ def _open_end(log: Path) -> int:
     return log.stat().st_size
 
 
-def _last_words(log: Path, offset: int) -> str:
-    """The error a service printed before it died: its last ``error: …`` line, else its last line."""
+def _last_words(log: Path, offset: int, returncode: int) -> str:
+    """Why a service died, in its own words where it had any: its last ``error: …`` line, else its last line."""
     with log.open("rb") as file:
         file.seek(offset)
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or [""])[-1].strip()
+    if errors:
+        return errors[-1]
+    if returncode > 0 and lines:
+        return f"{lines[-1]} ({describe_exit(returncode)})"
+    return describe_exit(returncode)

@@ -1,0 +1,271 @@
+"""A deployment's processes start, fail, come back and end together."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from redraft.ops.deployment import Deployment, State
+from redraft.ops.errors import CliError
+from redraft.ops.processes import ProcessId, identify
+from redraft.ops.supervisor import Service, Supervisor, Timing
+
+pytestmark = pytest.mark.unit
+
+IDLE = "import signal; print('idle', flush=True); signal.pause()"
+STUBBORN = """
+import signal
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("idle", flush=True)
+while True:
+    signal.pause()
+"""
+TIMING = Timing(probe=0.01, start_limit=20, first_delay=0.01, longest_delay=0.02)
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def first_state() -> State:
+    me = identify(os.getpid())
+    assert me
+    return State(supervisor=me, phase="starting", url="http://127.0.0.1:1", config="")
+
+
+class Run:
+    """A supervisor under test; ``until`` waits for a state that it reports."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *services: Service,
+        probe: Callable[[Run], bool] = lambda run: run.said("idle"),
+        timing: Timing = TIMING,
+    ) -> None:
+        self.deployment = Deployment(folder)
+        self.services = services
+        self.states: list[State] = []
+        self.supervisor = Supervisor(services, self.deployment, first_state(), self._probe(probe), self._report, timing)
+        self._news = asyncio.Event()
+
+    def _probe(self, probe: Callable[[Run], bool]) -> Callable[[], Awaitable[bool]]:
+        async def ask() -> bool:
+            return probe(self)
+
+        return ask
+
+    def _report(self, state: State) -> None:
+        self.states.append(state)
+        self._news.set()
+
+    def said(self, word: str) -> bool:
+        logs = [self.deployment.log(service.name) for service in self.services]
+        return all(log.exists() and word in log.read_text() for log in logs)
+
+    async def until(self, wanted: Callable[[State], bool]) -> State:
+        seen = 0
+        async with asyncio.timeout(20):
+            while True:
+                for state in self.states[seen:]:
+                    seen += 1
+                    if wanted(state):
+                        return state
+                self._news.clear()
+                if seen == len(self.states):
+                    await self._news.wait()
+
+
+def ready(state: State) -> bool:
+    return state.phase == "ready"
+
+
+def pid_of(state: State, service: str) -> int:
+    process = state.services[service].process
+    assert process
+    return process.pid
+
+
+def wait_gone(descriptor: int) -> None:
+    """Wait for a process, opened with ``pidfd_open``, to end."""
+    assert select.select([descriptor], [], [], 20)[0], "the process is still there"
+
+
+async def test_a_killed_engine_comes_back_while_the_gateway_stays(tmp_path: Path) -> None:
+    run = Run(tmp_path, Service("engine", python(IDLE)), Service("gateway", python(IDLE)))
+    running = asyncio.create_task(run.supervisor.run())
+    before = await run.until(ready)
+    os.kill(pid_of(before, "engine"), signal.SIGKILL)
+    degraded = await run.until(lambda s: s.phase == "degraded")
+    after = await run.until(lambda s: s.phase == "ready" and s.services["engine"].restarts == 1)
+    assert degraded.message.startswith("engine: killed (SIGKILL)")
+    assert pid_of(after, "engine") != pid_of(before, "engine")
+    assert pid_of(after, "gateway") == pid_of(before, "gateway")
+    run.supervisor.stop()
+    await running
+    assert run.deployment.read() == run.states[-1]
+    assert run.states[-1].phase == "stopped"
+
+
+async def test_a_service_that_dies_at_the_start_ends_it_with_its_own_words(tmp_path: Path) -> None:
+    dying = "import sys; sys.exit('error: model x is not here; fetch it')"
+
+    run = Run(tmp_path, Service("engine", python(dying)), Service("gateway", python(IDLE)))
+    with pytest.raises(CliError, match=r"engine: model x is not here; fetch it\n.*engine\.log"):
+        await run.supervisor.run()
+    assert run.states[-1].phase == "failed"
+    assert "model x is not here" in run.states[-1].message
+    gateway = run.states[-1].services["gateway"].process
+    assert gateway is None or not gateway.alive
+
+
+async def test_words_of_an_earlier_run_are_not_blamed_on_this_one(tmp_path: Path) -> None:
+    Deployment(tmp_path).log("engine").write_text("error: an old story\n")
+
+    run = Run(tmp_path, Service("engine", python("import os; os._exit(3)")))
+    with pytest.raises(CliError, match="engine: exit status 3"):
+        await run.supervisor.run()
+
+
+async def test_a_start_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
+    timing = Timing(probe=0.01, start_limit=0.05)
+    run = Run(tmp_path, Service("engine", python(IDLE)), probe=lambda run: False, timing=timing)
+    with pytest.raises(CliError, match=r"not ready within 0\.05 s"):
+        await run.supervisor.run()
+    engine = run.states[-1].services["engine"].process
+    assert engine is None or not engine.alive
+
+
+async def test_delays_between_restarts_grow_to_a_limit(tmp_path: Path) -> None:
+    # Dies whenever its flag is there, which is from the moment the deployment was ready.
+    flag = tmp_path / "die"
+    code = f"import os, time\nprint('idle', flush=True)\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)"
+    run = Run(tmp_path, Service("engine", python(code)))
+    running = asyncio.create_task(run.supervisor.run())
+    await run.until(ready)
+    flag.touch()
+    await run.until(lambda s: s.services["engine"].restarts == 4)
+    details = dict.fromkeys(s.services["engine"].detail for s in run.states if s.phase == "degraded")
+    waits = [d.rpartition("again in ")[2] for d in details if "again in" in d]
+    assert waits == ["0.01 s", "0.02 s"]
+    run.supervisor.stop()
+    await running
+
+
+async def test_stopping_ends_services_that_ignore_it_and_what_they_started(tmp_path: Path) -> None:
+    start_child = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).pid)"
+    run = Run(tmp_path, Service("engine", python(start_child + STUBBORN), grace=0.05))
+    running = asyncio.create_task(run.supervisor.run())
+    state = await run.until(ready)
+    child = int(run.deployment.log("engine").read_text().replace("idle", "").split()[0])
+    descriptors = [os.pidfd_open(child), os.pidfd_open(pid_of(state, "engine"))]
+    run.supervisor.stop()
+    await running
+    for descriptor in descriptors:
+        wait_gone(descriptor)
+        os.close(descriptor)
+
+
+def test_a_killed_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
+    code = f"""
+import asyncio, os
+from pathlib import Path
+from redraft.ops.deployment import Deployment, State
+from redraft.ops.processes import identify
+from redraft.ops.supervisor import Service, Supervisor
+async def probe(): return True
+state = State(supervisor=identify(os.getpid()), phase="starting", url="", config="")
+report = lambda s: s.phase == "ready" and print(s.services["engine"].process.pid, flush=True)
+deployment = Deployment(Path({str(tmp_path)!r}))
+asyncio.run(Supervisor([Service("engine", {python(STUBBORN)!r})], deployment, state, probe, report).run())
+"""
+    with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout
+        descriptor = os.pidfd_open(int(supervisor.stdout.readline()))
+        supervisor.kill()
+        wait_gone(descriptor)
+        os.close(descriptor)
+
+
+async def test_a_service_serves_the_socket_it_was_given_again_after_a_crash(tmp_path: Path) -> None:
+    code = """
+import os, socket, sys
+listener = socket.socket(fileno=int(sys.argv[sys.argv.index("--listen-fd") + 1]))
+while True:
+    connection = listener.accept()[0]
+    if connection.recv(9) == b"die":
+        os._exit(1)
+    connection.sendall(b"hello")
+    connection.close()
+"""
+    port = 0
+
+    def listen() -> socket.socket:
+        nonlocal port
+        listener = socket.create_server(("127.0.0.1", port))
+        port = listener.getsockname()[1]
+        return listener
+
+    def ask(word: bytes) -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(word)
+            return connection.recv(9)
+
+    def answers(run: Run) -> bool:
+        try:
+            return ask(b"hi") == b"hello"
+        except OSError:
+            return False
+
+    run = Run(tmp_path, Service("gateway", python(code), listen=listen), probe=answers)
+    running = asyncio.create_task(run.supervisor.run())
+    await run.until(ready)
+    assert await asyncio.to_thread(ask, b"die") == b""
+    await run.until(lambda s: s.phase == "ready" and s.services["gateway"].restarts == 1)
+    run.supervisor.stop()
+    await running
+
+
+def test_a_recycled_pid_is_never_signalled() -> None:
+    with subprocess.Popen(python(IDLE), start_new_session=True, stdout=subprocess.PIPE) as bystander:
+        assert bystander.stdout
+        bystander.stdout.readline()
+        stale = ProcessId(bystander.pid, started=1)
+        stale.send(signal.SIGKILL)
+        stale.send_group(signal.SIGKILL)
+        assert not stale.alive
+        actual = identify(bystander.pid)
+        assert actual
+        actual.send(signal.SIGINT)
+        assert bystander.wait() in (-signal.SIGINT, 1)
+        assert identify(bystander.pid) is None
+
+
+def test_one_holder_of_the_lock_at_a_time_and_it_goes_with_its_holder(tmp_path: Path) -> None:
+    deployment = Deployment(tmp_path)
+    lock = deployment.lock()
+    assert lock is not None
+    assert deployment.lock() is None
+    assert deployment.is_locked()
+    os.close(lock)
+    assert not deployment.is_locked()
+
+
+def test_a_socket_path_that_is_too_long_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CliError, match=r"too long for a socket.*engine\.socket"):
+        Deployment(tmp_path).socket(Path("/tmp") / ("é" * 52) / "e.sock")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"phase": 3}', b"\xff"])
+def test_a_damaged_state_file_is_no_state(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "state.json").write_bytes(content)
+    assert Deployment(tmp_path).read() is None
