@@ -114,7 +114,7 @@ def load_config(folder: Path) -> ModelConfig:
         rms_eps=float(number("rms_norm_eps", 1e-6)),
         context_length=integer("max_position_embeddings"),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        eos_ids=_eos_ids(config, folder),
+        eos_ids=eos_ids(folder),
         bos_id=config.get("bos_token_id"),
     )
 
@@ -150,14 +150,29 @@ def _rope_scaling(rope: Mapping[str, Any], file: Path) -> Llama3RopeScaling | No
         raise CheckpointError(f"{file}: rope type 'llama3' needs {error.args[0]}.") from error
 
 
-def _eos_ids(config: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
-    generation_file = folder / "generation_config.json"
-    generation = read_json(generation_file) if generation_file.exists() else {}
+def eos_ids(folder: Path) -> tuple[int, ...]:
+    """Every token that ends an answer: those of ``config.json`` and of ``generation_config.json`` together."""
     ids: set[int] = set()
-    for source in (config, generation):
-        value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        value = read_json(file).get("eos_token_id") if file.exists() else None
+        listed = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(token, int) for token in listed):
+            raise CheckpointError(f"{file}: eos_token_id should be a token id or a list of them, not {value!r}.")
+        ids.update(listed)
     return tuple(sorted(ids))
+
+
+def chat_templates(folder: Path) -> dict[str, str]:
+    """Chat templates by name (``default``, perhaps ``tool_use``), from ``chat_template.jinja`` or
+    ``tokenizer_config.json``; empty for a model that is not made to chat."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return {"default": file.read_text(encoding="utf-8")}
+    config = folder / "tokenizer_config.json"
+    template = read_json(config).get("chat_template") if config.exists() else None
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
 
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:

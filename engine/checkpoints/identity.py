@@ -10,22 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from redraft.engine.checkpoints.bf16 import to_bf16
-from redraft.engine.checkpoints.checkpoint import expected_shapes, open_tensors, read_json, validate
+from redraft.engine.checkpoints.checkpoint import chat_templates, expected_shapes, open_tensors, validate
 from redraft.engine.checkpoints.safetensors_file import TensorEntry
 
 _CHUNK_BYTES = 1 << 24
-
-
-def chat_template(folder: Path) -> str | None:
-    """The default chat template, wherever the folder keeps it: a file of its own, or ``tokenizer_config.json``."""
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return file.read_text(encoding="utf-8")
-    config = folder / "tokenizer_config.json"
-    template = read_json(config).get("chat_template") if config.exists() else None
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template
 
 
 def identity(folder: Path) -> str:
@@ -46,7 +34,7 @@ def identity(folder: Path) -> str:
     for name, digest in zip(names, digests, strict=True):
         total.update(json.dumps([name, *tensors[name].shape]).encode() + b"\0" + digest)
     total.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
-    total.update(hashlib.sha256((chat_template(folder) or "").encode()).digest())
+    total.update(hashlib.sha256(chat_templates(folder).get("default", "").encode()).digest())
     return total.hexdigest()
 
 

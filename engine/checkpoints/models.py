@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
+
 from redraft.engine.checkpoints.checkpoint import read_json, validate
 from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
 

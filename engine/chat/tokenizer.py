@@ -1,0 +1,108 @@
+"""Text to token ids and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import tokenizers
+
+from redraft.engine.checkpoints.checkpoint import eos_ids
+from redraft.engine.checkpoints.errors import CheckpointError
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A checkpoint's ``tokenizer.json``; ``special_tokens`` maps its control tokens to their ids."""
+
+    def __init__(self, definition: str, eos_ids: tuple[int, ...] = ()) -> None:
+        self._definition = definition
+        self._tokenizer = _load(definition)
+        self.eos_ids = eos_ids
+        self.special_tokens: dict[str, int] = {
+            token.content: i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        byte_ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+        self.byte_fallback_ids = frozenset(i for i in byte_ids if i is not None)
+        self.special_ids = frozenset(self.special_tokens.values())
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        file = folder / "tokenizer.json"
+        try:
+            return cls(file.read_text(encoding="utf-8"), eos_ids(folder))
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise CheckpointError(f"{file} is corrupt: {error}.") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of ``text``; control tokens written in it are recognised, none are added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def encode_ordinary(self, text: str) -> list[int]:
+        """Token ids of ``text`` as nothing but text: a control token written in it stays a run of characters."""
+        ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` without control tokens; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer(self)
+
+    @cached_property
+    def _ordinary(self) -> tokenizers.Tokenizer:
+        tokenizer = _load(self._definition)
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+
+def _load(definition: str) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:
+        raise ValueError(str(error)) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+class Detokenizer:
+    """Text of a growing run of token ids, as it becomes certain.
+
+    No character is split: what may still change with the next token is held back. All that ``push`` and ``finish``
+    return, put together, is ``Tokenizer.decode`` of all ids.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._returned = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        new = [i for i in ids if i not in self._tokenizer.special_ids]
+        if not new:
+            return ""
+        self._window += new
+        if self._window[-1] in self._tokenizer.byte_fallback_ids:
+            return ""  # a run of byte tokens is text or is not, as a whole
+        text = self._tokenizer.decode(self._window)
+        complete = not text.endswith(_INCOMPLETE)
+        stable = len(text) if complete else len(text) - 1
+        fresh = text[self._returned : stable]
+        self._returned = max(self._returned, stable)
+        if complete:
+            self._window = self._window[-1:]
+            self._returned = len(self._tokenizer.decode(self._window))
+        return fresh
+
+    def finish(self) -> str:
+        """The text held back; call once, at the end."""
+        return self._tokenizer.decode(self._window)[self._returned :]
