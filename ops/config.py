@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from redraft.engine.config import EngineConfig
 from redraft.gateway.config import GatewayConfig
 from redraft.ops.errors import UsageError
@@ -160,13 +161,12 @@ def _read_file(path: Path) -> dict[str, Origin]:
 def _settings(loader: _Loader, root: yaml.Node | None, path: Path) -> Iterable[tuple[str, Origin]]:
     for section, section_node, _ in _pairs(root, "", path):
         if section not in RedraftConfig.model_fields:
-            raise ConfigError(_unknown(_place(path, section_node), section, RedraftConfig.model_fields))
-        known = [key.name for key in keys() if key.name.startswith(f"{section}.")]
+            raise _unknown(_place(path, section_node), "", section, RedraftConfig.model_fields)
+        known = [key.name.removeprefix(f"{section}.") for key in keys() if key.name.startswith(f"{section}.")]
         for key, _, value_node in _pairs(section_node, section, path):
-            name = f"{section}.{key}"
-            if name not in known:
-                raise ConfigError(_unknown(_place(path, value_node), name, known))
-            yield name, Origin(_place(path, value_node), loader.construct_object(value_node, deep=True))
+            if key not in known:
+                raise _unknown(_place(path, value_node), f"{section}.", key, known)
+            yield f"{section}.{key}", Origin(_place(path, value_node), loader.construct_object(value_node, deep=True))
 
 
 def _pairs(node: yaml.Node | None, name: str, path: Path) -> Iterable[tuple[str, yaml.Node, yaml.Node]]:
@@ -201,7 +201,8 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Origin]:
         if not variable.startswith(ENV_PREFIX) or variable in ENVIRONMENT:
             continue
         if variable not in variables:
-            raise ConfigError(_unknown("environment", variable, [*variables, *ENVIRONMENT]))
+            names = [name.removeprefix(ENV_PREFIX) for name in (*variables, *ENVIRONMENT)]
+            raise _unknown("environment", ENV_PREFIX, variable.removeprefix(ENV_PREFIX), names)
         try:
             value = yaml.load(text, _Loader)  # noqa: S506 (a SafeLoader)
         except yaml.YAMLError:
@@ -210,11 +211,11 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, Origin]:
     return found
 
 
-def _unknown(place: str, name: str, known: Iterable[str]) -> str:
+def _unknown(place: str, prefix: str, name: str, known: Iterable[str]) -> ConfigError:
     names = list(known)
     nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known: {', '.join(names)}"
-    return f"{place}: unknown key {name}; {hint}"
+    hint = f"did you mean {prefix}{nearest[0]}?" if nearest else f"known: {', '.join(prefix + n for n in names)}"
+    return ConfigError(f"{place}: unknown key {prefix}{name}; {hint}")
 
 
 def _explain(name: str, origin: Origin) -> str:

@@ -84,7 +84,8 @@ def serve(
             last = (state.phase, state.message)
             console.print(f"{state.phase}: {state.message or state.url}", markup=False)
 
-    run_deployment(loaded, deployment, report)
+    with os.fdopen(lock):
+        run_deployment(loaded, deployment, report)
 
 
 def status(config: ConfigPath = None) -> None:

@@ -1,0 +1,168 @@
+"""Commands fail in one or two lines that say what to do, and never with a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from redraft.ops import cli
+from redraft.ops.commands import bench, doctor
+from redraft.ops.deployment import Deployment
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Folders, port and environment of its own for every test."""
+    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
+        monkeypatch.delenv(name)
+    for name in ("STATE", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    return tmp_path
+
+
+def redraft(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["redraft", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        cli.main()
+    code = leaving.value.code
+    assert isinstance(code, int)
+    return code
+
+
+@pytest.fixture
+def taken_port() -> int:
+    listener = socket.create_server(("127.0.0.1", 0))
+    yield listener.getsockname()[1]
+    listener.close()
+
+
+@pytest.mark.parametrize("command", [["status"], ["chat", "--once", "hi"], ["logs"], ["down"], ["config", "show"]])
+def test_a_wrong_configuration_stops_every_command(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDRAFT_GATEWAY__PROT", "9000")
+    assert redraft(monkeypatch, *command) == 2
+    assert capsys.readouterr().err == (
+        "error: environment: unknown key REDRAFT_GATEWAY__PROT; did you mean REDRAFT_GATEWAY__PORT?\n"
+    )
+
+
+def test_what_needs_a_running_deployment_says_how_to_start_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert redraft(monkeypatch, "chat", "--once", "hi") == 1
+    assert capsys.readouterr().err == "error: nothing is running here; start it with: redraft up\n"
+    assert redraft(monkeypatch, "status") == 3
+    assert redraft(monkeypatch, "logs") == 1
+    assert "has not run here yet" in capsys.readouterr().err
+
+
+def test_down_twice_is_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert redraft(monkeypatch, "down") == redraft(monkeypatch, "down") == 0
+    assert capsys.readouterr().out == "Nothing is running here\n" * 2
+
+
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_taken_port_is_named_with_what_to_do(
+    command: str, taken_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDRAFT_GATEWAY__PORT", str(taken_port))
+    assert redraft(monkeypatch, command) == 1
+    error = capfd.readouterr().err
+    assert re.search(rf"error: Port {taken_port} .*already in use.*gateway\.port", error)
+    assert "Traceback" not in error
+    assert Deployment.running() == []
+
+
+def test_up_tells_a_socket_path_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDRAFT_GATEWAY__PORT", "0")
+    monkeypatch.setenv("REDRAFT_ENGINE__SOCKET", "/tmp/" + "x" * 120)
+    assert redraft(monkeypatch, "up") == 1
+    assert "too long for a socket" in capfd.readouterr().err
+
+
+def test_a_fault_of_ours_is_one_message_unless_the_traceback_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert redraft(monkeypatch) == 1
+    error = capsys.readouterr().err
+    assert "unexpected ZeroDivisionError: planted" in error
+    assert "Traceback" not in error
+    monkeypatch.setenv("REDRAFT_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main()
+
+
+def test_a_model_that_is_not_here_is_named_with_the_command_that_fetches_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert redraft(monkeypatch, "models", "show", "smollm2-135m") == 1
+    assert "redraft models pull smollm2-135m" in capsys.readouterr().err
+    assert redraft(monkeypatch, "models", "pull", "no such model") == 1
+    assert "no model 'no such model'" in capsys.readouterr().err
+    assert redraft(monkeypatch, "models", "ls") == 0
+    assert re.search(r"smollm2-135m .*Apache-2.0.*not here", capsys.readouterr().out)
+
+
+def test_a_benchmark_prints_one_json_object_alone_and_an_unknown_one_names_the_known(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "toy.py").write_text("\ndef run(quick: bool) -> dict[str, object]:\n    return {'quick': quick}\n")
+    (home / "helper.py").write_text("def other() -> None: ...\n")
+    monkeypatch.setattr(bench.benches, "__path__", [str(home)])
+    assert redraft(monkeypatch, "bench", "toy", "--quick", "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"quick": True}
+    assert redraft(monkeypatch, "bench", "helper") == 2
+    assert capsys.readouterr().err == "error: no benchmark helper; there are: toy\n"
+
+
+def test_doctor_names_what_is_wrong_and_how_to_mend_it(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDRAFT_GATEWAY__PORT", str(taken_port))
+    assert redraft(monkeypatch, "doctor") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"fail  model smollm2-135m\n +Model .*redraft models pull", out)
+    assert re.search(r"fail  127\.0\.0\.1:\d+ cannot be listened on\n +Port .*gateway\.port", out)
+    failures = [finding for finding in doctor.check(None) if finding.level == "fail"]
+    assert all(finding.mend for finding in failures)
+
+
+@pytest.mark.parametrize(
+    ("installed", "said"),
+    [
+        ({"sglang": "0.5.17", "torch": "2.13.0"}, "extras gpu and engine are installed together"),
+        (
+            {"sglang": "0.5.17", "torch": "2.11.0", "mooncake-transfer-engine-non-cuda": "0.3.13"},
+            "extras gpu and cluster are installed together",
+        ),
+        ({}, "no torch"),
+    ],
+)
+def test_doctor_finds_extras_that_cannot_live_together(
+    installed: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    assert any(said in finding.what and finding.level == "fail" for finding in doctor.check(None))
+
+
+def test_help_of_every_command_is_there() -> None:
+    done = subprocess.run([sys.executable, "-m", "redraft.ops.cli"], capture_output=True, text=True)
+    listed = set(re.findall(r"│ (\w+)", done.stdout))
+    assert {"up", "down", "serve", "status", "logs", "models", "chat", "doctor", "config", "bench"} <= listed
