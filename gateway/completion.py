@@ -1,0 +1,208 @@
+"""One request on its way through the engine: text and tool calls out of committed tokens, and what they cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from redraft.engine.chat.messages import Message, ToolCall
+from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.chat.tool_calls import ContentDelta, ToolCallDelta, ToolCallParser
+from redraft.engine.protocol import Engine, EngineUnavailable
+from redraft.engine.types import AcceptLength, Commit, DrafterVersion, GenerationRequest
+from redraft.feedback.metrics import ServingMetrics
+from redraft.gateway.chat_response import FinishReason
+
+AnswerDelta = ContentDelta | ToolCallDelta
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one commit added to one choice; a choice's last step carries ``finish_reason``."""
+
+    choice: int
+    deltas: list[AnswerDelta]
+    finish_reason: FinishReason | None
+
+
+@dataclass
+class Tally:
+    """What speculation did for a request, summed over its verify steps; ``drafters`` in order of appearance."""
+
+    accept_length: AcceptLength = field(default_factory=AcceptLength)
+    drafted: int = 0
+    verified: int = 0
+    accepted: int = 0
+    drafters: list[DrafterVersion] = field(default_factory=list)
+
+
+class StopBuffer:
+    """Lets text through, except an ending that may yet turn out to be the start of a stop string."""
+
+    def __init__(self, stop_strings: tuple[str, ...]) -> None:
+        self._stop_strings = stop_strings
+        self._held = ""
+        self._released = 0
+
+    def push(self, text: str) -> str:
+        text = self._held + text
+        return self._release(text, len(text) - max((_overlap(text, stop) for stop in self._stop_strings), default=0))
+
+    def finish(self, text: str, text_end: int | None) -> str:
+        """The rest of the answer: all of it, or up to ``text_end`` characters from the answer's beginning."""
+        text = self._held + text
+        return self._release(text, len(text) if text_end is None else max(text_end - self._released, 0))
+
+    def _release(self, text: str, end: int) -> str:
+        released, self._held = text[:end], text[end:]
+        self._released += len(released)
+        return released
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper beginning of ``stop`` that ``text`` ends with."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class Choice:
+    """One choice of an answer, assembled commit by commit."""
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: tuple[str, ...], tools: bool) -> None:
+        self._detokenizer = tokenizer.detokenizer()
+        self._stops = StopBuffer(stop_strings)
+        self._parser = ToolCallParser() if tools else None
+        self._content: list[str] = []
+        self._calls: list[tuple[str, str, list[str]]] = []
+        self.tokens = 0
+        self.first_at = 0.0
+        self.last_at = 0.0
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, commit: Commit, now: float) -> Step:
+        self.first_at = self.first_at or now
+        self.last_at = now
+        self.tokens += len(commit.token_ids)
+        text = self._detokenizer.push(commit.token_ids)
+        if commit.finish_reason is None:
+            deltas = self._parse(self._stops.push(text))
+        else:
+            deltas = self._parse(self._stops.finish(text + self._detokenizer.finish(), commit.text_end))
+            deltas += self._parser.finish() if self._parser else []
+        for delta in deltas:
+            self._keep(delta)
+        match commit.finish_reason:
+            case "stop":
+                self.finish_reason = "tool_calls" if self._calls else "stop"
+            case "length":
+                self.finish_reason = "length"
+            case "abort":
+                raise EngineUnavailable("The engine gave this request up before its answer was complete; try again.")
+        return Step(commit.choice, deltas, self.finish_reason)
+
+    def message(self) -> Message:
+        """The assistant's message; ``content`` is None where there are tool calls and no text."""
+        content = "".join(self._content)
+        calls = tuple(ToolCall(id_, name, "".join(arguments)) for id_, name, arguments in self._calls)
+        return Message("assistant", content if content or not calls else None, calls)
+
+    def _parse(self, text: str) -> list[AnswerDelta]:
+        if self._parser is not None:
+            return self._parser.push(text)
+        return [ContentDelta(text)] if text else []
+
+    def _keep(self, delta: AnswerDelta) -> None:
+        if isinstance(delta, ContentDelta):
+            self._content.append(delta.text)
+        elif delta.name is not None:
+            self._calls.append((delta.id or "", delta.name, [delta.arguments]))
+        else:
+            self._calls[delta.index][2].append(delta.arguments)
+
+
+class Completion:
+    """Runs one request once: iterate ``steps``, then read the choices, the counts and the tally."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        request: GenerationRequest,
+        tokenizer: Tokenizer,
+        metrics: ServingMetrics,
+        *,
+        tools: bool,
+        started: float,
+        on_finish: Callable[[Completion], None],
+    ) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._started = started
+        self._on_finish = on_finish
+        self.request = request
+        self.choices = [Choice(tokenizer, request.stopping.strings, tools) for _ in range(request.n)]
+        self.tally = Tally()
+        self.cached_tokens = 0
+        self.seed: int | None = request.sampling.seed
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.tokens for choice in self.choices)
+
+    async def steps(self) -> AsyncGenerator[Step]:
+        """Generate; closing this iterator aborts the request in the engine, and waits until it is aborted."""
+        agent_type = self.request.agent_type
+        try:
+            async with aclosing(_closable(self._engine.generate(self.request))) as commits:
+                async for commit in commits:
+                    now = time.perf_counter()
+                    if not self.completion_tokens:
+                        self._metrics.observe_first_token(agent_type, now - self._started)
+                    self._count(commit)
+                    yield self.choices[commit.choice].push(commit, now)
+            if not all(choice.finish_reason for choice in self.choices):
+                raise EngineUnavailable("The engine ended before the answer was complete; try again.")
+            self._observe_finish()
+            self._on_finish(self)
+        finally:
+            if self.completion_tokens:
+                self._metrics.count_tokens(
+                    agent_type,
+                    prompt=len(self.request.prompt_ids),
+                    cached=self.cached_tokens,
+                    completion=self.completion_tokens,
+                )
+
+    async def run(self) -> None:
+        async with aclosing(self.steps()) as steps:
+            async for _ in steps:
+                pass
+
+    def _count(self, commit: Commit) -> None:
+        self.cached_tokens = max(self.cached_tokens, commit.cached_tokens)
+        self.seed = self.seed if commit.seed is None else commit.seed
+        step, tally = commit.verify_step, self.tally
+        if step is None:
+            return
+        tally.accept_length = tally.accept_length.add_step(step)
+        tally.drafted += len(step.drafted)
+        tally.verified += step.block_length
+        tally.accepted += step.accepted
+        if step.drafter is not None and step.drafter not in tally.drafters:
+            tally.drafters.append(step.drafter)
+        self._metrics.count_step(step, self.request.agent_type)
+
+    def _observe_finish(self) -> None:
+        agent_type = self.request.agent_type
+        self._metrics.observe_request(agent_type, time.perf_counter() - self._started)
+        for choice in self.choices:
+            if choice.tokens > 1:
+                pace = (choice.last_at - choice.first_at) / (choice.tokens - 1)
+                self._metrics.observe_token_pace(agent_type, pace)
+
+
+def _closable(commits: AsyncIterator[Commit]) -> AsyncGenerator[Commit]:
+    """Engines' iterators can be closed, as their contract says."""
+    return cast("AsyncGenerator[Commit]", commits)

@@ -1,0 +1,149 @@
+"""What each route does."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Mapping
+
+from fastapi import Request
+from starlette.responses import Response
+
+from redraft.engine.chat.encoding import ChatEncoder
+from redraft.engine.protocol import Engine, EngineError, EngineUnavailable
+from redraft.engine.types import Capabilities, GenerationRequest, Health, Principal
+from redraft.feedback.metrics import CONTENT_TYPE, ServingMetrics
+from redraft.gateway.auth import resolve_principal
+from redraft.gateway.chat_completions import ChatAnswer
+from redraft.gateway.chat_response import Model, ModelList
+from redraft.gateway.completion import Completion
+from redraft.gateway.config import GatewayConfig
+from redraft.gateway.errors import ApiError, InvalidRequest
+from redraft.gateway.prompt import Prompt, prepare
+from redraft.gateway.sessions import Sessions, message_chain, new_session_id
+from redraft.gateway.transport import EventStream, JSONResponse, read_body, until_disconnect
+
+SESSION_HEADER = "x-redraft-session"
+AGENT_HEADER = "x-redraft-agent"
+ENGINE_SECONDS = 2.0
+INLINE_BODY_BYTES = 16 << 10
+
+_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
+
+
+class Gateway:
+    """The routes' handlers, and what they share: the engine, its capabilities, the sessions, the metrics."""
+
+    def __init__(self, config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> None:
+        self._config = config
+        self._engine = engine
+        self._chat = chat
+        self._started = int(time.time())
+        self._known_capabilities: Capabilities | None = None
+        self._sessions = Sessions(config.session_idle_seconds, config.max_sessions)
+        self.metrics = ServingMetrics()
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Answer a conversation, at once or as a stream of chunks."""
+        started = time.perf_counter()
+        principal = resolve_principal(request.headers)
+        agent_type = _name(request.headers, AGENT_HEADER) or "default"
+        named_session = _name(request.headers, SESSION_HEADER)
+        body = await read_body(request.receive, request.headers, self._config.max_body_bytes)
+        capabilities = await self._capabilities()
+        arguments = (body, self._chat, capabilities, self._config.default_max_tokens)
+        prompt = prepare(*arguments) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(prepare, *arguments)
+        session_id = self._enter_session(principal, named_session, prompt)
+
+        def remember_answer(completion: Completion) -> None:
+            links = [message_chain([choice.message()], prompt.end)[0] for choice in completion.choices]
+            self._sessions.remember(principal.tenant, session_id, links)
+
+        completion = Completion(
+            self._engine,
+            GenerationRequest(
+                request_id=f"chatcmpl-{uuid.uuid4().hex}",
+                prompt_ids=prompt.token_ids,
+                stopping=prompt.stopping,
+                sampling=prompt.request.sampling,
+                n=prompt.request.n,
+                speculation=prompt.request.speculation,
+                principal=principal,
+                agent_type=agent_type,
+                session_id=session_id,
+            ),
+            self._chat.tokenizer,
+            self.metrics,
+            tools=bool(prompt.request.tools),
+            started=started,
+            on_finish=remember_answer,
+        )
+        answer = ChatAnswer(completion, prompt.request, capabilities)
+        headers = {SESSION_HEADER: session_id}
+        if prompt.request.stream:
+            return EventStream(answer.chunks(), request.state.request_id, headers)
+        return JSONResponse(await until_disconnect(request.receive, answer.completed()), headers=headers)
+
+    async def models(self) -> Response:
+        """The one model served."""
+        return JSONResponse(ModelList(data=[self._model(await self._capabilities())]))
+
+    async def model(self, model: str) -> Response:
+        """The model served, by its name."""
+        capabilities = await self._capabilities()
+        if model != capabilities.model_name:
+            message = f"The model {model!r} does not exist here; this server serves {capabilities.model_name!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+        return JSONResponse(self._model(capabilities))
+
+    async def health(self) -> Response:
+        """The gateway is alive, whatever its engine does."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self) -> Response:
+        """Requests can be answered now; if not, a 503 says why."""
+        health = await self._engine_health()
+        if not health.ready:
+            raise EngineUnavailable(health.detail or "The engine is not ready.")
+        await self._capabilities()
+        return JSONResponse({"status": "ready"})
+
+    async def scrape(self) -> Response:
+        """Metrics in Prometheus's text format."""
+        return Response(self.metrics.render(await self._engine_health()), media_type=CONTENT_TYPE)
+
+    def _enter_session(self, principal: Principal, named: str | None, prompt: Prompt) -> str:
+        session_id = named or self._sessions.find(principal.tenant, prompt.links) or new_session_id()
+        self._sessions.remember(principal.tenant, session_id, prompt.links[-1:])
+        return session_id
+
+    def _model(self, capabilities: Capabilities) -> Model:
+        return Model(id=capabilities.model_name, created=self._started)
+
+    async def _capabilities(self) -> Capabilities:
+        if self._known_capabilities is None:
+            try:
+                async with asyncio.timeout(ENGINE_SECONDS):
+                    self._known_capabilities = await self._engine.capabilities()
+            except TimeoutError as exc:
+                raise EngineUnavailable(f"The engine did not answer within {ENGINE_SECONDS:g} seconds.") from exc
+        return self._known_capabilities
+
+    async def _engine_health(self) -> Health:
+        try:
+            async with asyncio.timeout(ENGINE_SECONDS):
+                return await self._engine.health()
+        except TimeoutError:
+            return Health(ready=False, detail=f"The engine did not answer within {ENGINE_SECONDS:g} seconds.")
+        except EngineError as exc:
+            return Health(ready=False, detail=str(exc))
+
+
+def _name(headers: Mapping[str, str], header: str) -> str | None:
+    value = headers.get(header)
+    if value is not None and not _NAME.fullmatch(value):
+        message = f"The header {header} takes 1 to 64 letters, digits, and any of . _ : and -."
+        raise InvalidRequest(message, header)
+    return value
