@@ -17,6 +17,9 @@ SamplingMode = Literal["greedy", "sampled"]
 
 FIRST_CONTEXT_BUCKET = 512
 
+MIN_TEMPERATURE = 1e-4
+"""Below this, sampling is arg-max to within the precision of logits, and is taken as greedy."""
+
 
 class Principal(Struct, frozen=True):
     """Whose request it is; caches, sessions and spans never cross from one tenant to another."""
@@ -39,7 +42,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def mode(self) -> SamplingMode:
-        return "greedy" if self.temperature == 0 else "sampled"
+        return "greedy" if self.temperature < MIN_TEMPERATURE else "sampled"
 
 
 class StopConditions(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -174,7 +177,7 @@ class SpeculationScope(Struct, frozen=True):
     name: str = ""
 
 
-class Capabilities(Struct, frozen=True, kw_only=True):
+class Capabilities(Struct, frozen=True, kw_only=True, tag=True):
     """What an engine can do, found out once at connect.
 
     ``target`` is the identity hash of the served checkpoint. ``parameters`` names the sampling and stop parameters
@@ -195,7 +198,7 @@ class Capabilities(Struct, frozen=True, kw_only=True):
     draft_prob: bool
 
 
-class Health(Struct, frozen=True, kw_only=True):
+class Health(Struct, frozen=True, kw_only=True, tag=True):
     """An engine's present state; ``detail`` says in words what is wrong when it is not ready."""
 
     ready: bool

@@ -1,0 +1,220 @@
+"""The K/V arena and the prefixes kept in it.
+
+A sequence, running or idle, owns one contiguous range of arena slots. Idle sequences are the prefix cache: a new prompt
+takes over the idle sequence it continues, or copies the longest prefix it shares with any sequence of its namespace.
+The arena is the byte budget; nothing is allocated outside it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import Tensor
+
+PAGE = 64
+"""Slots are handed out in multiples of this, so that keys padded to 64 stay inside their sequence's range."""
+
+HASH_BLOCK = 16
+
+MAX_CANDIDATES = 8
+"""Sequences compared token by token for one prompt, latest first."""
+
+
+def pages(slots: int) -> int:
+    """``slots`` rounded up to whole pages, in slots."""
+    return -(-slots // PAGE) * PAGE
+
+
+class Arena:
+    """First-fit allocator of contiguous slot ranges."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots // PAGE * PAGE
+        self._free: list[tuple[int, int]] = [(0, self.slots)]
+
+    @property
+    def free_slots(self) -> int:
+        return sum(size for _, size in self._free)
+
+    def allocate(self, size: int) -> int | None:
+        for index, (start, available) in enumerate(self._free):
+            if available >= size:
+                rest = [(start + size, available - size)] if available > size else []
+                self._free[index : index + 1] = rest
+                return start
+        return None
+
+    def free(self, start: int, size: int) -> None:
+        if size == 0:
+            return
+        index = bisect(self._free, (start, size))
+        if index < len(self._free) and start + size == self._free[index][0]:
+            size += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == start:
+            index -= 1
+            start, before = self._free.pop(index)
+            size += before
+        self._free.insert(index, (start, size))
+
+    def grow(self, start: int, size: int, more: int) -> bool:
+        """Extend the range [start, start + size) in place; False if its neighbour is taken."""
+        index = bisect(self._free, (start + size, 0))
+        if index == len(self._free) or self._free[index][0] != start + size or self._free[index][1] < more:
+            return False
+        free_start, available = self._free[index]
+        self._free[index : index + 1] = [(free_start + more, available - more)] if available > more else []
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class CachedSequence:
+    """K/V of ``tokens`` in slots [start, start + capacity); position i is slot ``start + i``."""
+
+    namespace: str
+    start: int
+    capacity: int
+    tokens: list[int] = field(default_factory=list)
+    running: bool = True
+    used: int = 0
+    hashes: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+class PrefixCache:
+    """Finds, hands out, extends and evicts sequences of the arena ``kv`` [layers, slots, heads, head_dim]."""
+
+    def __init__(self, kv: Tensor) -> None:
+        self._kv = kv
+        self._arena = Arena(kv.shape[1])
+        self._idle: dict[int, CachedSequence] = {}
+        self._index: dict[tuple[str, int], list[CachedSequence]] = {}
+        self._clock = count()
+
+    @property
+    def slots(self) -> int:
+        return self._arena.slots
+
+    @property
+    def used_slots(self) -> int:
+        return self._arena.slots - self._arena.free_slots
+
+    def acquire(self, namespace: str, prompt: Sequence[int], capacity: int) -> CachedSequence | None:
+        """A running sequence that holds the longest known prefix of ``prompt``, all but its last token at most.
+
+        Idle sequences are evicted, least recently used first, to make room for ``capacity`` slots; None if the
+        running ones leave too little.
+        """
+        capacity = pages(capacity)
+        source, hit = self._longest_prefix(namespace, prompt[:-1])
+        if source is None:
+            start = self._allocate(capacity)
+            return None if start is None else CachedSequence(namespace, start, capacity)
+        idle = not source.running
+        if idle:
+            del self._idle[source.used]
+        if idle and source.length - hit < HASH_BLOCK:
+            self._truncate(source, hit)
+            if self._resize(source, capacity):
+                source.running = True
+                return source
+        elif (start := self._allocate(capacity)) is not None:
+            if idle:
+                self._idle[source.used] = source
+            sequence = CachedSequence(namespace, start, capacity)
+            self._copy(source.start, start, hit)
+            self.extend(sequence, prompt[:hit])
+            return sequence
+        if not idle:
+            return None
+        self._drop(source)
+        return self.acquire(namespace, prompt, capacity)
+
+    def extend(self, sequence: CachedSequence, tokens: Sequence[int]) -> None:
+        """Record that the K/V of these further tokens is in place."""
+        sequence.tokens.extend(tokens)
+        for block in range(len(sequence.hashes), sequence.length // HASH_BLOCK):
+            previous = sequence.hashes[-1] if sequence.hashes else 0
+            value = _chain(previous, sequence.tokens[block * HASH_BLOCK : (block + 1) * HASH_BLOCK])
+            sequence.hashes.append(value)
+            self._index.setdefault((sequence.namespace, value), []).append(sequence)
+
+    def release(self, sequence: CachedSequence) -> None:
+        """Keep a sequence's prefix for later and give back the slots beyond it."""
+        sequence.running = False
+        if sequence.length < HASH_BLOCK:
+            self._drop(sequence)
+            return
+        kept = pages(sequence.length)
+        self._arena.free(sequence.start + kept, sequence.capacity - kept)
+        sequence.capacity = kept
+        sequence.used = next(self._clock)
+        self._idle[sequence.used] = sequence
+
+    def _longest_prefix(self, namespace: str, prompt: Sequence[int]) -> tuple[CachedSequence | None, int]:
+        candidates: list[CachedSequence] = []
+        value = 0
+        for block in range(len(prompt) // HASH_BLOCK):
+            value = _chain(value, prompt[block * HASH_BLOCK : (block + 1) * HASH_BLOCK])
+            found = self._index.get((namespace, value))
+            if not found:
+                break
+            candidates = found
+        lengths = [(_shared(sequence.tokens, prompt), sequence) for sequence in candidates[-MAX_CANDIDATES:]]
+        hit, best = max(lengths, key=lambda item: (item[0], not item[1].running), default=(0, None))
+        return best, hit
+
+    def _allocate(self, capacity: int) -> int | None:
+        while (start := self._arena.allocate(capacity)) is None:
+            if not self._idle:
+                return None
+            self._drop(self._idle.pop(min(self._idle)))
+        return start
+
+    def _resize(self, sequence: CachedSequence, capacity: int) -> bool:
+        more = capacity - sequence.capacity
+        if more > 0 and not self._arena.grow(sequence.start, sequence.capacity, more):
+            start = self._allocate(capacity)
+            if start is None:
+                return False
+            self._copy(sequence.start, start, sequence.length)
+            self._arena.free(sequence.start, sequence.capacity)
+            sequence.start = start
+        sequence.capacity = max(capacity, sequence.capacity)
+        return True
+
+    def _truncate(self, sequence: CachedSequence, length: int) -> None:
+        for value in sequence.hashes[length // HASH_BLOCK :]:
+            self._forget(sequence, value)
+        del sequence.hashes[length // HASH_BLOCK :]
+        del sequence.tokens[length:]
+
+    def _drop(self, sequence: CachedSequence) -> None:
+        self._truncate(sequence, 0)
+        self._arena.free(sequence.start, sequence.capacity)
+
+    def _forget(self, sequence: CachedSequence, value: int) -> None:
+        key = (sequence.namespace, value)
+        holders = self._index[key]
+        holders.remove(sequence)
+        if not holders:
+            del self._index[key]
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        self._kv[:, target : target + length] = self._kv[:, source : source + length]
+
+
+def _chain(previous: int, block: Sequence[int]) -> int:
+    return hash((previous, *block))
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,351 @@
+"""Continuous batching with speculation: one ragged target pass after another over all running requests."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.drafters.base import Drafter, DraftState, Proposal
+from redraft.engine.embedded.attention import Segment
+from redraft.engine.embedded.cache import CachedSequence, PrefixCache, pages
+from redraft.engine.embedded.model import Target
+from redraft.engine.embedded.sampler import sample
+from redraft.engine.embedded.stopping import StopChecker
+from redraft.engine.policy.base import BlockLengthPolicy
+from redraft.engine.protocol import EngineOverloaded, RequestRefused
+from redraft.engine.types import Commit, FinishReason, GenerationRequest, SpeculationScope, VerifyStep
+
+PREFILL_ROWS = 192
+"""Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
+
+ALL = SpeculationScope("all")
+NO_PROPOSAL = Proposal()
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One choice of a request that holds K/V; ``tokens`` are prompt and committed answer."""
+
+    request: GenerationRequest
+    choice: int
+    seed: int
+    kv: CachedSequence
+    cached_tokens: int
+    tokens: list[int]
+    stop: StopChecker
+    draft: DraftState | None = None
+
+    @property
+    def prefilling(self) -> bool:
+        return self.kv.length < len(self.request.prompt_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A sequence's rows in a pass: a prompt chunk, or its last committed token with drafted tokens behind it."""
+
+    sequence: Running
+    tokens: Sequence[int]
+    proposal: Proposal = NO_PROPOSAL
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the verify steps of one pass have in common; times in milliseconds."""
+
+    batch_size: int
+    rows: int
+    draft_ms: float
+    verify_ms: float
+
+
+class EngineCore:
+    """Owns target, cache and sequences; used by one thread."""
+
+    def __init__(
+        self,
+        target: Target,
+        cache_tensor: Tensor,
+        *,
+        identity: str,
+        tokenizer: Tokenizer,
+        context_length: int,
+        drafter: Drafter | None,
+        policy: BlockLengthPolicy,
+        block_size: int,
+        max_running: int,
+        max_waiting: int,
+    ) -> None:
+        self._target = target
+        self._kv = cache_tensor
+        self.cache = PrefixCache(cache_tensor)
+        self._identity = identity
+        self._tokenizer = tokenizer
+        self._eos_ids = frozenset(target.config.eos_ids)
+        self._context_length = context_length
+        self.drafter = drafter
+        self._policy = policy
+        self._block_size = block_size
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._switched_off: set[SpeculationScope] = set()
+        self.running: list[Running] = []
+        self.waiting: deque[tuple[GenerationRequest, int, int]] = deque()
+
+    @property
+    def max_tokens_per_request(self) -> int:
+        """Prompt and answer together, bounded by the context and by the cache."""
+        return min(self._context_length, self.cache.slots)
+
+    @property
+    def request_ids(self) -> set[str]:
+        """Requests that hold or wait for a place."""
+        return {s.request.request_id for s in self.running} | {request.request_id for request, _, _ in self.waiting}
+
+    @property
+    def kv_bytes_per_slot(self) -> int:
+        return self._target.kv_bytes_per_token
+
+    @property
+    def speculating(self) -> bool:
+        return self.drafter is not None and ALL not in self._switched_off
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; raises `RequestRefused` if it can never run and `EngineOverloaded` if the queue is full."""
+        self._check(request)
+        if request.request_id in self.request_ids:
+            raise RequestRefused(f"request id {request.request_id} is already in use", "request_id")
+        if len(self.waiting) >= self._max_waiting + self._max_running - len(self.running):
+            raise EngineOverloaded(
+                f"{len(self.running)} requests are running and {len(self.waiting)} waiting; try again shortly"
+            )
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
+        self.waiting.append((request, 0, seed))
+
+    def abort(self, request_id: str) -> None:
+        self.waiting = deque(item for item in self.waiting if item[0].request_id != request_id)
+        for sequence in [s for s in self.running if s.request.request_id == request_id]:
+            self._finish(sequence)
+
+    def set_speculation(self, scope: SpeculationScope, on: bool) -> None:
+        if on:
+            self._switched_off.discard(scope)
+        elif scope.kind != "request" or scope.name in self.request_ids:
+            self._switched_off.add(scope)
+
+    def step(self) -> list[Commit]:
+        """Admit what fits, run one pass, and return what it committed."""
+        self._admit()
+        started = perf_counter()
+        blocks = [*self._draft_blocks(), *self._prompt_blocks()]
+        if not blocks:
+            return []
+        drafted = perf_counter()
+        hidden = self._forward(blocks)
+        logits = self._logits(blocks, hidden)
+        arg_max = logits.argmax(-1).tolist()
+        verified = perf_counter()
+        shared = Pass(
+            batch_size=len(blocks),
+            rows=hidden.shape[0],
+            draft_ms=(drafted - started) * 1e3,
+            verify_ms=(verified - drafted) * 1e3,
+        )
+        commits = []
+        row = 0
+        for block in blocks:
+            rows = self._logit_rows(block)
+            commit = self._advance(block, logits[row : row + rows], arg_max[row : row + rows], shared)
+            row += rows
+            if commit is not None:
+                commits.append(commit)
+        return commits
+
+    def _check(self, request: GenerationRequest) -> None:
+        prompt, answer = len(request.prompt_ids), request.stopping.max_tokens
+        if not prompt:
+            raise RequestRefused("the prompt is empty", "prompt")
+        if answer < 1:
+            raise RequestRefused(f"max_tokens is {answer}; it must be at least 1", "max_tokens")
+        vocab = self._target.config.vocab
+        if not all(0 <= token < vocab for token in request.prompt_ids):
+            raise RequestRefused(f"the prompt has token ids outside 0 to {vocab - 1}", "prompt")
+        if prompt + answer > self._context_length:
+            raise RequestRefused(
+                f"{prompt} prompt tokens and {answer} answer tokens do not fit the context of "
+                f"{self._context_length} tokens",
+                "max_tokens",
+            )
+        if pages(prompt + answer) > self.cache.slots:
+            raise RequestRefused(
+                f"{prompt} prompt tokens and {answer} answer tokens do not fit the K/V budget of "
+                f"{self.cache.slots} tokens; lower max_tokens, or raise engine.kv_bytes",
+                "max_tokens",
+            )
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.running) < self._max_running:
+            request, choice, seed = self.waiting[0]
+            capacity = len(request.prompt_ids) + request.stopping.max_tokens
+            kv = self.cache.acquire(request.principal.tenant, request.prompt_ids, capacity)
+            if kv is None:
+                return
+            self.waiting.popleft()
+            stop = StopChecker(request.stopping, self._eos_ids, self._tokenizer)
+            self.running.append(Running(request, choice, seed, kv, kv.length, list(request.prompt_ids), stop))
+
+    def _draft_blocks(self) -> list[Block]:
+        decoding = [sequence for sequence in self.running if not sequence.prefilling]
+        proposals = [self._propose(sequence) for sequence in decoding]
+        lengths = self._policy.block_lengths(proposals)
+        return [
+            Block(sequence, (sequence.tokens[-1], *proposal.tokens[:length]), proposal)
+            for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True)
+        ]
+
+    def _propose(self, sequence: Running) -> Proposal:
+        if sequence.draft is None or not self._speculates(sequence.request):
+            return NO_PROPOSAL
+        return sequence.draft.propose(min(self._block_size, sequence.stop.remaining) - 1)
+
+    def _speculates(self, request: GenerationRequest) -> bool:
+        scopes = (
+            ALL,
+            SpeculationScope("tenant", request.principal.tenant),
+            SpeculationScope("request", request.request_id),
+        )
+        return self.drafter is not None and request.speculation and self._switched_off.isdisjoint(scopes)
+
+    def _prompt_blocks(self) -> Iterable[Block]:
+        budget = PREFILL_ROWS
+        for sequence in self.running:
+            if sequence.prefilling and budget > 0:
+                chunk = sequence.tokens[sequence.kv.length : sequence.kv.length + budget]
+                budget -= len(chunk)
+                yield Block(sequence, chunk)
+
+    def _forward(self, blocks: Sequence[Block]) -> Tensor:
+        segments: list[Segment] = []
+        positions: list[int] = []
+        tokens: list[int] = []
+        for block in blocks:
+            kv = block.sequence.kv
+            segments.append(Segment(len(tokens), len(block.tokens), kv.start, kv.length))
+            positions.extend(range(kv.length, kv.length + len(block.tokens)))
+            tokens.extend(block.tokens)
+        device = self._target.device
+        return self._target.forward(
+            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), segments, self._kv
+        )
+
+    def _logits(self, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
+        rows: list[int] = []
+        end = 0
+        for block in blocks:
+            end += len(block.tokens)
+            rows.extend(range(end - self._logit_rows(block), end))
+        if not rows:
+            return hidden.new_empty(0, self._target.config.vocab)
+        if len(rows) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        return self._target.logits(hidden)
+
+    def _logit_rows(self, block: Block) -> int:
+        sequence = block.sequence
+        if not sequence.prefilling:
+            return len(block.tokens)
+        return int(sequence.kv.length + len(block.tokens) == len(sequence.tokens))
+
+    def _advance(self, block: Block, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit | None:
+        """Take one block's results into its sequence."""
+        sequence = block.sequence
+        if not sequence.prefilling:
+            return self._verify(block, logits, arg_max, shared)
+        self.cache.extend(sequence.kv, block.tokens)
+        if not arg_max:
+            return None
+        token = self._choose(sequence, logits[0], arg_max[0], len(sequence.tokens))
+        finish = sequence.stop.push(token)
+        sequence.tokens.append(token)
+        sequence.draft = self.drafter.start(sequence.tokens) if self.drafter else None
+        if sequence.choice == 0:
+            choices = range(1, sequence.request.n)
+            self.waiting.extendleft((sequence.request, choice, sequence.seed) for choice in reversed(choices))
+        return self._commit(sequence, (token,), finish, None)
+
+    def _verify(self, block: Block, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit:
+        """Commit the drafted tokens the target agrees with and its own next token, up to a stop."""
+        sequence, drafted = block.sequence, block.tokens[1:]
+        position = len(sequence.tokens) - 1
+        committed: list[int] = []
+        accepted = 0
+        finish: FinishReason | None = None
+        while finish is None:
+            index = len(committed)
+            token = self._choose(sequence, logits[index], arg_max[index], position + 1 + index)
+            committed.append(token)
+            finish = sequence.stop.push(token)
+            if index == len(drafted) or drafted[index] != token:
+                break
+            accepted += 1
+        sequence.tokens.extend(committed)
+        self.cache.extend(sequence.kv, sequence.tokens[position : position + len(committed)])
+        if sequence.draft is not None:
+            sequence.draft.extend(committed)
+        speculates = self._speculates(sequence.request)
+        step = VerifyStep(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            position=position,
+            drafted=block.proposal.tokens,
+            draft_prob=block.proposal.draft_prob,
+            match_length=block.proposal.match_length,
+            block_length=len(drafted),
+            accepted=accepted,
+            committed=tuple(committed),
+            explored=False,
+            batch_size=shared.batch_size,
+            total_rows=shared.rows,
+            draft_ms=shared.draft_ms,
+            verify_ms=shared.verify_ms,
+            target_entropy=None,
+            drafter=self.drafter.version if self.drafter and speculates else None,
+            target=self._identity,
+            cached_tokens=sequence.cached_tokens,
+        )
+        return self._commit(sequence, tuple(committed), finish, step)
+
+    def _choose(self, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
+        sampling = sequence.request.sampling
+        if sampling.mode == "greedy":
+            return arg_max
+        return sample(logits, sampling, seed=sequence.seed, choice=sequence.choice, position=position)
+
+    def _commit(
+        self, sequence: Running, tokens: tuple[int, ...], finish: FinishReason | None, step: VerifyStep | None
+    ) -> Commit:
+        if finish is not None:
+            self._finish(sequence)
+        return Commit(
+            request_id=sequence.request.request_id,
+            choice=sequence.choice,
+            token_ids=tokens,
+            verify_step=step,
+            finish_reason=finish,
+            text_end=sequence.stop.text_end,
+            cached_tokens=sequence.cached_tokens,
+            seed=sequence.seed,
+        )
+
+    def _finish(self, sequence: Running) -> None:
+        self.running.remove(sequence)
+        self.cache.release(sequence.kv)
+        if sequence.request.request_id not in self.request_ids:
+            self._switched_off.discard(SpeculationScope("request", sequence.request.request_id))

@@ -1,0 +1,275 @@
+"""The embedded engine's process: loads the target, then serves clients on a Unix socket.
+
+The main thread runs the engine; a second thread does all input and output, so that a slow client or a long pass never
+hold each other up. Health and capabilities are answered by the second thread from what the first last published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import msgspec
+import torch
+
+from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.checkpoints import resolve
+from redraft.engine.checkpoints.checkpoint import load_config, validate
+from redraft.engine.checkpoints.identity import identity
+from redraft.engine.config import EngineConfig
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded import wire
+from redraft.engine.embedded.cache import PAGE
+from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.linear import packed_supported
+from redraft.engine.embedded.model import Target
+from redraft.engine.embedded.selftest import rows_are_invariant
+from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
+from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
+
+PARAMETERS = frozenset(
+    {"temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "n"}
+)
+
+MAX_UNREAD_BYTES = 16 << 20
+"""A client that leaves this much unread is cut off."""
+
+
+@dataclass(slots=True, eq=False)
+class Connection:
+    writer: asyncio.StreamWriter
+    requests: set[str] = field(default_factory=set)
+
+    def send(self, data: bytes) -> None:
+        """Called on the input/output thread."""
+        if self.writer.is_closing():
+            return
+        self.writer.write(data)
+        if self.writer.transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.writer.transport.abort()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A client went away."""
+
+
+Inbox = SimpleQueue[tuple[Connection, wire.ToEngine | Closed] | None]
+
+
+def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
+    """Load the target and everything around it; raises `EngineUnavailable` or `CheckpointError` in words."""
+    folder = resolve(config.model)
+    model = load_config(folder)
+    validate(folder)
+    device = _device(config)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    dtype = torch.bfloat16
+    if device.type == "cpu" and not packed_supported(device, dtype):
+        dtype = torch.float32
+    lossless = config.lossless
+    target = Target(folder, model, device=device, dtype=dtype, invariant=lossless != "tolerant")
+    if lossless != "tolerant" and not rows_are_invariant(target):
+        if lossless == "invariant":
+            raise EngineUnavailable(
+                "the self-test found rows whose bits depend on their batch on this machine; "
+                "set engine.lossless to tolerant or auto"
+            )
+        target = Target(folder, model, device=device, dtype=dtype, invariant=False)
+        lossless = "tolerant"
+    context = min(config.context_length or model.context_length, model.context_length)
+    slots = config.kv_bytes // target.kv_bytes_per_token // PAGE * PAGE
+    if slots < PAGE:
+        raise EngineUnavailable(
+            f"engine.kv_bytes is {config.kv_bytes}, room for fewer than {PAGE} tokens; "
+            f"one token takes {target.kv_bytes_per_token} bytes"
+        )
+    target_identity = identity(folder)
+    core = EngineCore(
+        target,
+        target.new_kv(slots),
+        identity=target_identity,
+        tokenizer=Tokenizer.from_folder(folder),
+        context_length=context,
+        drafter=NgramDrafter() if config.drafter == "ngram" else None,
+        policy=FixedLength(config.block_size),
+        block_size=config.block_size,
+        max_running=config.max_running,
+        max_waiting=config.max_waiting,
+    )
+    capabilities = Capabilities(
+        target=target_identity,
+        model_name=folder.name,
+        context_length=context,
+        vocab_size=model.vocab,
+        max_prompt_tokens=core.max_tokens_per_request - 1,
+        lossless="tolerant" if lossless == "tolerant" else "invariant",
+        parameters=PARAMETERS,
+        constrained_decoding=False,
+        logprobs=False,
+        hot_swap=False,
+        telemetry=True,
+        draft_prob=False,
+    )
+    return core, capabilities
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise EngineUnavailable("engine.device is cuda, but this torch sees no CUDA device; set it to cpu or auto")
+    cuda = config.device != "cpu" and torch.cuda.is_available()
+    return torch.device("cuda" if cuda else "cpu")
+
+
+class EngineServer:
+    """Moves messages between the core's thread and the clients' thread."""
+
+    def __init__(self, core: EngineCore, capabilities: Capabilities, socket: Path) -> None:
+        self._core = core
+        self._capabilities = capabilities
+        self._socket = socket
+        self._inbox: Inbox = SimpleQueue()
+        self._owners: dict[str, Connection] = {}
+        self._health = self._measure()
+        self._io = asyncio.new_event_loop()
+
+    def run(self) -> None:
+        """Serve until SIGTERM or SIGINT; running requests are cut."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._inbox.put(None))
+        listening = threading.Event()
+        thread = threading.Thread(target=self._serve, args=(listening,), daemon=True)
+        thread.start()
+        listening.wait()
+        while self._take_messages():
+            commits = self._core.step()
+            self._health = self._measure()
+            by_connection: dict[Connection, list[Commit]] = {}
+            for commit in commits:
+                by_connection.setdefault(self._owners[commit.request_id], []).append(commit)
+            for connection, group in by_connection.items():
+                self._post(connection, wire.Commits(tuple(group)))
+            self._forget_finished()
+        self._io.call_soon_threadsafe(self._io.stop)
+        thread.join()
+        self._socket.unlink(missing_ok=True)
+
+    def _take_messages(self) -> bool:
+        """Handle what has arrived, waiting while there is nothing to run; False to stop."""
+        while True:
+            busy = bool(self._core.running or self._core.waiting)
+            try:
+                item = self._inbox.get(block=not busy)
+            except Empty:
+                return True
+            if item is None:
+                return False
+            self._handle(*item)
+
+    def _handle(self, connection: Connection, message: wire.ToEngine | Closed) -> None:
+        match message:
+            case wire.Submit(request):
+                self._submit(connection, request)
+            case wire.Abort(request_id):
+                self._core.abort(request_id)
+            case Closed():
+                for request_id in connection.requests:
+                    self._core.abort(request_id)
+            case wire.LoadDrafter(call, version, _):
+                self._post(connection, wire.Reply(call, error=_unknown_drafter(version)))
+            case wire.Activate(call, pointer):
+                self._post(connection, wire.Reply(call, error=_unknown_drafter(pointer.serving)))
+            case wire.SetSpeculation(call, scope, on):
+                self._core.set_speculation(scope, on)
+                self._post(connection, wire.Reply(call))
+        self._forget_finished()
+        self._health = self._measure()
+
+    def _submit(self, connection: Connection, request: GenerationRequest) -> None:
+        try:
+            self._core.submit(request)
+        except EngineError as error:
+            refused = wire.Refused(
+                request.request_id,
+                str(error),
+                error.param if isinstance(error, RequestRefused) else None,
+                isinstance(error, EngineOverloaded),
+            )
+            self._post(connection, refused)
+        else:
+            self._owners[request.request_id] = connection
+            connection.requests.add(request.request_id)
+
+    def _forget_finished(self) -> None:
+        for request_id in self._owners.keys() - self._core.request_ids:
+            self._owners.pop(request_id).requests.discard(request_id)
+
+    def _measure(self) -> Health:
+        core = self._core
+        slot_bytes = core.kv_bytes_per_slot
+        return Health(
+            ready=True,
+            running=len(core.running),
+            waiting=len(core.waiting),
+            kv_used_bytes=core.cache.used_slots * slot_bytes,
+            kv_budget_bytes=core.cache.slots * slot_bytes,
+            drafter=core.drafter.version if core.drafter else None,
+            speculation=core.speculating,
+        )
+
+    def _post(self, connection: Connection, message: wire.FromEngine) -> None:
+        self._io.call_soon_threadsafe(connection.send, wire.encode(message))
+
+    def _serve(self, listening: threading.Event) -> None:
+        asyncio.set_event_loop(self._io)
+        self._socket.parent.mkdir(parents=True, exist_ok=True)
+        self._socket.unlink(missing_ok=True)
+        server = self._io.run_until_complete(asyncio.start_unix_server(self._client, path=str(self._socket)))
+        self._socket.chmod(0o600)
+        listening.set()
+        self._io.run_forever()
+        server.close()
+        for task in asyncio.all_tasks(self._io):
+            task.cancel()
+        self._io.run_until_complete(asyncio.sleep(0))
+        self._io.close()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = Connection(writer)
+        decoder = msgspec.msgpack.Decoder(wire.ToEngine)
+        try:
+            while True:
+                message = decoder.decode(await wire.read_frame(reader))
+                match message:
+                    case wire.GetHealth(call):
+                        connection.send(wire.encode(wire.Reply(call, self._health)))
+                    case wire.GetCapabilities(call):
+                        connection.send(wire.encode(wire.Reply(call, self._capabilities)))
+                    case _:
+                        self._inbox.put((connection, message))
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+            pass
+        finally:
+            self._inbox.put((connection, Closed()))
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+def _unknown_drafter(version: DrafterVersion) -> str | None:
+    if version == NgramDrafter.version:
+        return None
+    return f"this engine cannot serve drafter {version.kind} {version.id}; it has n-gram only"
+
+
+def main(config: EngineConfig, socket: Path) -> None:
+    """Load and serve; raises `EngineUnavailable` or `CheckpointError` with what is wrong and what to do."""
+    core, capabilities = build_core(config)
+    EngineServer(core, capabilities, socket).run()
