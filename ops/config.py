@@ -134,6 +134,30 @@ def dump(config: RedraftConfig) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
+def reference() -> str:
+    """Every setting and variable, as Markdown; ``ops/docs/configuration.md`` is this text."""
+    lines = [
+        "# Configuration",
+        "",
+        "Written by `redraft config reference`; the text comes from the code.",
+        "",
+        "One YAML file per deployment (`--config FILE`, else `$REDRAFT_CONFIG`, else the defaults alone). It is",
+        "strict: an unknown key, a wrong type or a value out of range is an error that names the line, the key and",
+        "what is allowed. A variable `REDRAFT_<SECTION>__<KEY>` overrides the file, for example",
+        "`REDRAFT_GATEWAY__PORT=9000`; an unknown `REDRAFT_…` variable is an error too. `redraft config show` prints",
+        "what is in force, and from where.",
+    ]
+    section = ""
+    for key in keys():
+        if section != (section := key.name.partition(".")[0]):
+            lines += ["", f"## {section}", "", "| key | default | allowed | meaning |", "| --- | --- | --- | --- |"]
+        name = key.name.partition(".")[2]
+        lines.append(f"| `{name}` | `{_inline(key.default)}` | {key.allowed} | {key.description} |")
+    lines += ["", "## Other variables", "", "| variable | meaning |", "| --- | --- |"]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in ENVIRONMENT.items()]
+    return "\n".join(lines) + "\n"
+
+
 def _inline(value: Any) -> str:
     return yaml.safe_dump(value, width=10_000, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -99,17 +100,27 @@ def run_engine(config_path: Path) -> None:
     try:
         from redraft.engine.embedded.server import main
     except ModuleNotFoundError as error:
-        raise CliError(f"The embedded engine needs the engine extra ({error}): pip install 'redraft[engine]'") from None
-    engine_socket.unlink(missing_ok=True)
+        raise CliError(f"the embedded engine needs the engine extra ({error}): pip install 'redraft[engine]'") from None
     main(config.engine, engine_socket)
 
 
 def run_gateway(config_path: Path, listen_fd: int) -> None:
     """The gateway process, serving on a socket that the supervisor bound."""
-    raise NotImplementedError
+    from redraft.engine.chat.encoding import ChatEncoder
+    from redraft.engine.checkpoints import resolve
+    from redraft.engine.embedded.client import EmbeddedEngine
+    from redraft.gateway.app import create_app
+    from redraft.gateway.server import serve
+
+    config, engine_socket = _effective(config_path)
+    chat = ChatEncoder.from_folder(resolve(config.engine.model))
+    app = create_app(config.gateway, EmbeddedEngine(engine_socket), chat)
+    serve(app, socket.socket(fileno=listen_fd))
 
 
 def _effective(path: Path) -> tuple[RedraftConfig, Path]:
+    """What the supervisor wrote for its processes: port and socket are settled in it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     config = load_config(path, {}).config
     assert config.engine.socket is not None
     return config, config.engine.socket

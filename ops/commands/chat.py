@@ -50,8 +50,9 @@ def chat(
 
 def _read_line() -> str | None:
     """A line that is not blank; None at the end of input."""
+    prompt = "> " if sys.stdin.isatty() else ""
     try:
-        while not (text := input("> ").strip()):
+        while not (text := input(prompt).strip()):
             pass
     except EOFError:
         return None
