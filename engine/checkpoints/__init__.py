@@ -11,8 +11,9 @@ from redraft.engine.checkpoints.checkpoint import (
 from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve
-from redraft.engine.checkpoints.pull import Progress, pull
+from redraft.engine.checkpoints.pull import pull
 from redraft.engine.checkpoints.safetensors_file import TensorEntry
+from redraft.engine.checkpoints.transfer import Progress
 
 __all__ = [
     "CheckpointError",

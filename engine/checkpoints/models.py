@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import platformdirs
 
 from redraft.engine.checkpoints.checkpoint import read_json, validate
-from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
+from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError
+from redraft.engine.checkpoints.hub import hub_snapshot, is_hub_id
 
 MANIFEST = "redraft.json"
-HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.txt"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -58,23 +56,6 @@ class ModelEntry:
 def models_dir(cache: Path | None = None) -> Path:
     """Where pulled models live: ``models`` under ``cache``, by default the user's cache folder for Redraft."""
     return (cache or platformdirs.user_cache_path("redraft")) / "models"
-
-
-def is_hub_id(source: str) -> bool:
-    return _HUB_ID.fullmatch(source) is not None
-
-
-def hub_snapshot(hub_id: str) -> Path | None:
-    """The folder of a Hugging Face model that is already in the hub's own cache."""
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
-    except ImportError as error:
-        raise PullError("Hugging Face ids need the huggingface_hub package: pip install 'redraft[engine]'.") from error
-    try:
-        return Path(snapshot_download(hub_id, allow_patterns=HUB_FILES, local_files_only=True))
-    except LocalEntryNotFoundError:
-        return None
 
 
 def resolve(model: str, *, cache: Path | None = None) -> Path:

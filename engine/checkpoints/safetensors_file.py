@@ -13,7 +13,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
 
 from redraft.engine.checkpoints.errors import CheckpointError
 
@@ -32,40 +35,44 @@ class TensorEntry:
     stop: int
 
 
+class _Entry(Struct):
+    dtype: str
+    shape: list[Annotated[int, Meta(ge=0)]]
+    data_offsets: tuple[int, int]
+
+
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """Read where a file's tensors lie, and prove that all their bytes are there."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            header_length = int.from_bytes(stream.read(8), "little")
-            if size < 8 or header_length > min(size - 8, _MAX_HEADER_BYTES):
+            data_start = 8 + int.from_bytes(stream.read(8), "little")
+            if data_start > min(size, _MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file} is truncated or no safetensors file: its header is not complete.")
-            header: Any = json.loads(stream.read(header_length))
-        data_start = 8 + header_length
-        entries = {
-            name: TensorEntry(
-                file,
-                entry["dtype"],
-                tuple(entry["shape"]),
-                data_start + entry["data_offsets"][0],
-                data_start + entry["data_offsets"][1],
-            )
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+            header = msgspec.json.decode(stream.read(data_start - 8), type=dict[str, msgspec.Raw])
+        header.pop("__metadata__", None)
+        described = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise CheckpointError(f"{file} is corrupt: its safetensors header cannot be understood.") from error
-    for name, entry in entries.items():
-        if entry.stop > size:
-            raise CheckpointError(f"{file} is truncated: tensor {name} ends at byte {entry.stop}, the file at {size}.")
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} is corrupt: its safetensors header cannot be understood ({error}).") from error
+    entries: dict[str, TensorEntry] = {}
+    end = data_start
+    for name, entry in sorted(described.items(), key=lambda item: item[1].data_offsets):
+        start, stop = (data_start + offset for offset in entry.data_offsets)
         width = DTYPE_BYTES.get(entry.dtype)
-        if width is not None and entry.stop - entry.start != width * prod(entry.shape):
+        if start != end or stop < start:
+            raise CheckpointError(f"{file} is corrupt: tensor {name} does not begin where the one before it ends.")
+        if width is not None and stop - start != width * prod(entry.shape):
             raise CheckpointError(
-                f"{file} is corrupt: tensor {name} of shape {list(entry.shape)} and type {entry.dtype} "
-                f"should take {width * prod(entry.shape)} bytes, not {entry.stop - entry.start}."
+                f"{file} is corrupt: tensor {name} of shape {entry.shape} and type {entry.dtype} "
+                f"should take {width * prod(entry.shape)} bytes, not {stop - start}."
             )
+        entries[name] = TensorEntry(file, entry.dtype, tuple(entry.shape), start, stop)
+        end = stop
+    if end != size:
+        state = "truncated" if end > size else "corrupt"
+        raise CheckpointError(f"{file} is {state}: its tensors end at byte {end}, the file at {size}. Fetch it again.")
     return entries
 
 
