@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.checkpoints.checkpoint import load_config
+from redraft.engine.drafters.base import Drafter
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.model import Target
+from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.types import Commit, GenerationRequest
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tiny_checkpoint: Path) -> Target:
+    torch.set_num_threads(1)
+    return load_target(tiny_checkpoint)
+
+
+def load_target(folder: Path, *, dtype: torch.dtype = torch.bfloat16, invariant: bool = True) -> Target:
+    return Target(folder, load_config(folder), device=torch.device("cpu"), dtype=dtype, invariant=invariant)
+
+
+@pytest.fixture
+def make_core(tiny_target: Target, tiny_checkpoint: Path) -> Callable[..., EngineCore]:
+    def make(drafter: Drafter | None = None, **overrides: Any) -> EngineCore:
+        settings: dict[str, Any] = {
+            "identity": "tiny",
+            "tokenizer": Tokenizer.from_folder(tiny_checkpoint),
+            "context_length": 512,
+            "drafter": drafter or NgramDrafter(),
+            "policy": FixedLength(8),
+            "block_size": 8,
+            "max_running": 8,
+            "max_waiting": 64,
+        }
+        slots = overrides.pop("slots", 8192)
+        target = overrides.pop("target", tiny_target)
+        return EngineCore(target, target.new_kv(slots), **(settings | overrides))
+
+    return make
+
+
+def run(core: EngineCore, requests: Iterable[GenerationRequest]) -> list[Commit]:
+    """Everything the requests commit when submitted together."""
+    for request in requests:
+        core.submit(request)
+    commits: list[Commit] = []
+    for _ in range(100_000):
+        if not (core.running or core.waiting):
+            return commits
+        commits.extend(core.step())
+    raise AssertionError("the engine did not finish")
+
+
+def answers(commits: Sequence[Commit]) -> dict[tuple[str, int], list[int]]:
+    """Committed ids by request and choice."""
+    ids: dict[tuple[str, int], list[int]] = {}
+    for commit in commits:
+        ids.setdefault((commit.request_id, commit.choice), []).extend(commit.token_ids)
+    return ids

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from redraft.engine.drafters.base import Proposal
+from redraft.engine.embedded import core as core_module
+from redraft.engine.embedded import sampler
+from redraft.engine.embedded.core import EngineCore, Running
+from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.protocol import EngineOverloaded, RequestRefused
+from redraft.engine.types import (
+    Commit,
+    DrafterVersion,
+    GenerationRequest,
+    Principal,
+    SamplingParams,
+    SpeculationScope,
+    StopConditions,
+)
+
+from .conftest import answers, run
+
+pytestmark = pytest.mark.unit
+
+MakeCore = Callable[..., EngineCore]
+GREEDY = SamplingParams(temperature=0)
+
+
+def request(
+    request_id: str = "r",
+    prompt: Sequence[int] = tuple(range(40)),
+    max_tokens: int = 24,
+    sampling: SamplingParams = GREEDY,
+    **overrides: Any,
+) -> GenerationRequest:
+    stopping = overrides.pop("stopping", StopConditions(max_tokens=max_tokens, ignore_eos=True))
+    return GenerationRequest(
+        request_id=request_id, prompt_ids=tuple(prompt), stopping=stopping, sampling=sampling, **overrides
+    )
+
+
+class ScriptedDrafter:
+    """Proposes the true continuation of each prompt, each token wrong with a given probability."""
+
+    version = DrafterVersion("scripted", "test")
+
+    def __init__(self, truth: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> None:
+        self.truth = truth
+        self.wrong = wrong
+        self.random = random.Random(seed)
+
+    def start(self, tokens: Sequence[int]) -> ScriptedState:
+        return ScriptedState(self, list(tokens))
+
+
+class ScriptedState:
+    def __init__(self, drafter: ScriptedDrafter, tokens: list[int]) -> None:
+        self.drafter = drafter
+        self.tokens = tokens
+        self.proposed: tuple[int, ...] = ()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.tokens.extend(tokens)
+
+    def propose(self, length: int) -> Proposal:
+        length = max(length, 0)
+        ahead: Sequence[int] = [self.drafter.random.randrange(256) for _ in range(length)]
+        for whole in self.drafter.truth:
+            if list(whole[: len(self.tokens)]) == self.tokens:
+                ahead = whole[len(self.tokens) : len(self.tokens) + length]
+        self.proposed = tuple(self.spoil(token) for token in ahead)
+        return Proposal(self.proposed)
+
+    def spoil(self, token: int) -> int:
+        return (token + 1) % 256 if self.drafter.random.random() < self.drafter.wrong else token
+
+
+def mixed_requests(sampling: SamplingParams, speculation: bool = True) -> list[GenerationRequest]:
+    rng = random.Random(3)
+    return [
+        request(
+            f"r{index}",
+            [rng.randrange(256) for _ in range(rng.randrange(5, 150))],
+            max_tokens=rng.randrange(1, 40),
+            sampling=sampling,
+            n=1 + index % 2,
+            speculation=speculation,
+        )
+        for index in range(8)
+    ]
+
+
+SAMPLINGS = [
+    GREEDY,
+    SamplingParams(temperature=1.0, seed=11),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=40, min_p=0.01, seed=5),
+]
+
+
+def truth_of(make_core: MakeCore, sampling: SamplingParams) -> tuple[dict[tuple[str, int], list[int]], list[list[int]]]:
+    requests = mixed_requests(sampling, speculation=False)
+    expected = answers(run(make_core(), requests))
+    prompts = {r.request_id: list(r.prompt_ids) for r in requests}
+    return expected, [prompts[request_id] + ids for (request_id, _), ids in expected.items()]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("block_size", [2, 5, 16])
+@pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
+def test_answers_do_not_depend_on_drafter_or_block_length(
+    make_core: MakeCore, sampling: SamplingParams, block_size: int, wrong: float
+) -> None:
+    expected, truth = truth_of(make_core, sampling)
+    core = make_core(ScriptedDrafter(truth, wrong), policy=FixedLength(block_size), block_size=block_size)
+    commits = run(core, mixed_requests(sampling))
+    assert answers(commits) == expected
+    accepted = sum(c.verify_step.accepted for c in commits if c.verify_step)
+    assert (accepted == 0) == (wrong == 1.0), "the drafter must have had its say"
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
+def test_answers_do_not_depend_on_the_batch_or_on_prefix_hits(make_core: MakeCore, sampling: SamplingParams) -> None:
+    together = answers(run(make_core(), mixed_requests(sampling)))
+    core = make_core()
+    one_by_one: dict[tuple[str, int], list[int]] = {}
+    for single in mixed_requests(sampling):
+        one_by_one |= answers(run(core, [single]))
+    again: dict[tuple[str, int], list[int]] = {}
+    for single in mixed_requests(sampling):
+        commits = run(core, [single])
+        assert len(single.prompt_ids) < 17 or commits[0].cached_tokens > 0
+        again |= answers(commits)
+    assert together == one_by_one == again
+
+
+def is_lossless(make_core: MakeCore, sampling: SamplingParams) -> bool:
+    expected, truth = truth_of(make_core, sampling)
+    return answers(run(make_core(ScriptedDrafter(truth, 0.3)), mixed_requests(sampling))) == expected
+
+
+def test_a_sampler_that_ignores_the_position_is_caught(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: noise drawn in the order of calls instead of by position."""
+    calls = iter(range(10**9))
+
+    def wrong(logits: Tensor, params: SamplingParams, *, seed: int, choice: int, position: int) -> int:
+        return sampler.sample(logits, params, seed=seed, choice=choice, position=next(calls))
+
+    monkeypatch.setattr(core_module, "sample", wrong)
+    assert not is_lossless(make_core, SAMPLINGS[1])
+
+
+def test_a_sampler_that_is_greedy_only_while_verifying_is_caught(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = EngineCore._choose
+
+    def wrong(self: EngineCore, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
+        drafting = sequence.draft is not None and sequence.request.speculation
+        return arg_max if drafting else original(self, sequence, logits, arg_max, position)
+
+    monkeypatch.setattr(EngineCore, "_choose", wrong)
+    assert not is_lossless(make_core, SAMPLINGS[1])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "sampled"])
+def test_an_acceptance_rule_that_trusts_the_drafter_is_caught(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    """Planted fault: a drafted token is taken whatever the target says."""
+    original = EngineCore._choose
+
+    def wrong(self: EngineCore, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
+        drafted = sequence.draft.proposed if isinstance(sequence.draft, ScriptedState) else ()
+        index = position - len(sequence.tokens)
+        return drafted[index] if index < len(drafted) else original(self, sequence, logits, arg_max, position)
+
+    monkeypatch.setattr(EngineCore, "_choose", wrong)
+    assert not is_lossless(make_core, sampling)
+
+
+def test_verify_steps_account_for_every_token_but_the_first(make_core: MakeCore) -> None:
+    commits = run(make_core(), mixed_requests(GREEDY))
+    for key, ids in answers(commits).items():
+        own = [c for c in commits if (c.request_id, c.choice) == key]
+        assert own[0].verify_step is None
+        assert len(own[0].token_ids) == 1
+        steps = [c.verify_step for c in own[1:] if c.verify_step is not None]
+        assert len(steps) == len(own) - 1
+        assert 1 + sum(len(step.committed) for step in steps) == len(ids)
+        assert [c.finish_reason is not None for c in own] == [False] * (len(own) - 1) + [True]
+        for commit, step in zip(own[1:], steps, strict=True):
+            assert commit.token_ids == step.committed
+            assert step.block_length <= len(step.drafted)
+            assert step.accepted <= step.block_length
+            assert step.committed[: step.accepted] == step.drafted[: step.accepted]
+            assert len(step.committed) - step.accepted in (0, 1)
+            assert step.total_rows >= step.block_length + 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 16])
+def test_no_token_follows_a_stop_at_any_place_in_a_block(make_core: MakeCore, max_tokens: int) -> None:
+    plain = answers(run(make_core(), [request(max_tokens=40, speculation=False)]))["r", 0]
+    truth = [list(range(40)) + plain]
+    core = make_core(ScriptedDrafter(truth, 0.0), policy=FixedLength(16), block_size=16)
+    commits = run(core, [request("short", max_tokens=max_tokens)])
+    assert answers(commits)["short", 0] == plain[:max_tokens]
+    assert commits[-1].finish_reason == "length"
+
+
+def test_an_end_token_inside_a_block_ends_the_answer_and_is_committed(make_core: MakeCore) -> None:
+    plain = answers(run(make_core(), [request(max_tokens=40, speculation=False)]))["r", 0]
+    stop = plain[9]
+    length = plain.index(stop) + 1
+    core = make_core(ScriptedDrafter([list(range(40)) + plain], 0.0), policy=FixedLength(16), block_size=16)
+    stopping = StopConditions(max_tokens=40, token_ids=(stop,), ignore_eos=True)
+    commits = run(core, [request("stopped", stopping=stopping)])
+    assert answers(commits)["stopped", 0] == plain[:length]
+    assert commits[-1].finish_reason == "stop"
+
+
+def test_a_stop_string_across_tokens_ends_the_answer_where_it_begins(make_core: MakeCore, monkeypatch: Any) -> None:
+    core = make_core()
+    plain = answers(run(core, [request(max_tokens=40, speculation=False)]))["r", 0]
+    text = core._tokenizer.decode(plain)
+    stop = text[10:13]
+    commits = run(core, [request("s", stopping=StopConditions(max_tokens=40, strings=(stop,), ignore_eos=True))])
+    assert commits[-1].finish_reason == "stop"
+    assert commits[-1].text_end == text.index(stop)
+    assert core._tokenizer.decode(answers(commits)["s", 0]).startswith(text[: text.index(stop)])
+
+
+def test_aborting_frees_the_place_at_once(make_core: MakeCore) -> None:
+    core = make_core(max_running=1)
+    core.submit(request("a", max_tokens=300))
+    core.submit(request("b"))
+    core.step()
+    core.abort("a")
+    assert core.request_ids == {"b"}
+    commits = core.step()
+    assert [c.request_id for c in commits] == ["b"]
+
+
+def test_aborting_while_the_prompt_is_being_read_leaves_a_usable_cache(make_core: MakeCore) -> None:
+    core = make_core()
+    prompt = [index % 250 for index in range(400)]
+    core.submit(request("a", prompt))
+    core.step()
+    core.abort("a")
+    resumed = run(core, [request("b", prompt)])
+    assert 0 < resumed[0].cached_tokens < 400
+    fresh = run(make_core(), [request("b", prompt)])
+    assert answers(resumed) == answers(fresh)
+
+
+def test_a_full_queue_turns_requests_away(make_core: MakeCore) -> None:
+    core = make_core(max_running=1, max_waiting=1)
+    core.submit(request("a"))
+    core.step()
+    core.submit(request("b"))
+    with pytest.raises(EngineOverloaded, match="1 waiting"):
+        core.submit(request("c"))
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(prompt=()), "empty"),
+        (request(prompt=(1, 2, 320)), "outside 0 to 319"),
+        (request(prompt=(1, -1)), "outside"),
+        (request(prompt=range(200), max_tokens=400), "200 prompt tokens and 400"),
+        (request(max_tokens=0), "max_tokens is 0"),
+    ],
+)
+def test_what_can_never_run_is_refused_in_words(make_core: MakeCore, bad: GenerationRequest, message: str) -> None:
+    core = make_core()
+    with pytest.raises(RequestRefused, match=message):
+        core.submit(bad)
+    assert not core.request_ids
+
+
+def test_a_request_larger_than_the_kv_budget_is_refused_instead_of_waiting_forever(make_core: MakeCore) -> None:
+    core = make_core(slots=128)
+    with pytest.raises(RequestRefused, match="K/V budget of 128 tokens"):
+        core.submit(request(prompt=range(100), max_tokens=100))
+
+
+def test_a_request_waits_for_kv_and_then_runs(make_core: MakeCore) -> None:
+    core = make_core(slots=128)
+    commits = run(core, [request("a", range(60), 40), request("b", range(100, 160), 40)])
+    assert {c.request_id for c in commits if c.finish_reason} == {"a", "b"}
+    assert core.cache.used_slots <= 128
+
+
+@pytest.mark.parametrize(
+    "scope", [SpeculationScope("all"), SpeculationScope("tenant", "acme"), SpeculationScope("request", "r")]
+)
+def test_speculation_switches_off_and_on_without_changing_the_answer(
+    make_core: MakeCore, scope: SpeculationScope
+) -> None:
+    mine = request("r", [1, 2, 3, 4] * 20, max_tokens=40, principal=Principal("acme"))
+    expected = answers(run(make_core(), [mine]))
+    core = make_core()
+    core.submit(mine)
+    commits = core.step()
+    core.set_speculation(scope, on=False)
+    for _ in range(6):
+        quiet = core.step()
+        assert all(c.verify_step is None or c.verify_step.block_length == 0 for c in quiet)
+        commits += quiet
+    core.set_speculation(scope, on=True)
+    later: list[Commit] = []
+    while core.running:
+        later += core.step()
+    assert answers(commits + later) == expected
+
+
+def test_a_request_switch_ends_with_its_request(make_core: MakeCore) -> None:
+    core = make_core()
+    core.submit(request("r"))
+    core.set_speculation(SpeculationScope("request", "r"), on=False)
+    core.set_speculation(SpeculationScope("request", "unknown"), on=False)
+    run(core, [])
+    assert not core._switched_off
+
+
+def test_choices_differ_and_each_is_what_it_is_alone(make_core: MakeCore) -> None:
+    sampling = SamplingParams(temperature=1.0, seed=3)
+    several = answers(run(make_core(), [request("r", sampling=sampling, n=4)]))
+    assert len({tuple(ids) for ids in several.values()}) == 4
+    alone = answers(run(make_core(), [request("r", sampling=sampling, n=1)]))
+    assert alone["r", 0] == several["r", 0]
+
+
+def test_a_seed_is_drawn_and_recorded_when_the_client_gives_none(make_core: MakeCore) -> None:
+    first = run(make_core(), [request(sampling=SamplingParams(temperature=1.0))])
+    seed = first[0].seed
+    again = run(make_core(), [request(sampling=SamplingParams(temperature=1.0, seed=seed))])
+    assert answers(first) == answers(again)

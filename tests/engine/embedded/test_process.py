@@ -1,0 +1,205 @@
+"""The engine's process and its client, over a real socket, on the tiny checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redraft.engine.config import EngineConfig
+from redraft.engine.embedded import wire
+from redraft.engine.embedded.client import EmbeddedEngine
+from redraft.engine.embedded.server import main
+from redraft.engine.protocol import EngineOverloaded, EngineUnavailable, RequestRefused
+from redraft.engine.types import (
+    Commit,
+    DrafterPointer,
+    DrafterVersion,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationScope,
+    StopConditions,
+)
+
+pytestmark = pytest.mark.integration
+
+DEADLINE = 60
+
+
+class Process:
+    """An engine process that can be killed and started again."""
+
+    def __init__(self, folder: Path, socket: Path, **settings: Any) -> None:
+        self.config = EngineConfig(model=str(folder), threads=1, kv_bytes=4 << 20, **settings)
+        self.socket = socket
+        self.start()
+
+    def start(self) -> None:
+        self.process = multiprocessing.get_context("spawn").Process(target=main, args=(self.config, self.socket))
+        self.process.start()
+
+    def stop(self, number: int = signal.SIGTERM) -> int | None:
+        assert self.process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+        self.process.join(DEADLINE)
+        return self.process.exitcode
+
+
+@pytest.fixture(scope="module")
+def process(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    process = Process(tiny_checkpoint, tmp_path_factory.mktemp("run") / "engine.sock", max_running=2, max_waiting=2)
+    yield process
+    process.stop()
+
+
+def request(request_id: str, max_tokens: int = 20, **overrides: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=request_id,
+        prompt_ids=tuple(range(30)),
+        stopping=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        sampling=SamplingParams(temperature=0),
+        **overrides,
+    )
+
+
+async def ready(engine: EmbeddedEngine) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while not (await engine.health()).ready:
+            await asyncio.sleep(0.05)
+
+
+async def idle(engine: EmbeddedEngine) -> None:
+    async with asyncio.timeout(DEADLINE):
+        while (health := await engine.health()).running or health.waiting:
+            await asyncio.sleep(0.01)
+
+
+async def collect(stream: AsyncIterator[Commit]) -> list[int]:
+    return [token async for commit in stream for token in commit.token_ids]
+
+
+def with_engine(process: Process, scenario: Callable[[EmbeddedEngine], Awaitable[None]]) -> None:
+    async def run() -> None:
+        engine = EmbeddedEngine(process.socket)
+        try:
+            await ready(engine)
+            async with asyncio.timeout(DEADLINE):
+                await scenario(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_concurrent_requests_each_get_their_own_tokens(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        alone = await collect(engine.generate(request("alone")))
+        together = await asyncio.gather(
+            *(collect(engine.generate(request(f"r{i}", max_tokens=5 * i))) for i in (1, 2, 3))
+        )
+        assert together == [alone[:5], alone[:10], alone[:15]]
+
+    with_engine(process, scenario)
+
+
+def test_closing_the_iterator_frees_the_place_before_and_after_the_first_token(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        async with aclosing(engine.generate(request("a", max_tokens=480))) as stream:
+            await anext(stream)
+        await idle(engine)
+        task = asyncio.create_task(collect(engine.generate(request("b", max_tokens=480))))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await idle(engine)
+
+    with_engine(process, scenario)
+
+
+def test_a_client_that_vanishes_frees_its_places(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        _, writer = await asyncio.open_unix_connection(str(process.socket))
+        writer.write(wire.encode(wire.Submit(request("ghost", max_tokens=480))))
+        await writer.drain()
+        async with asyncio.timeout(DEADLINE):
+            while not (await engine.health()).running:
+                await asyncio.sleep(0.005)
+        writer.transport.abort()
+        await idle(engine)
+
+    with_engine(process, scenario)
+
+
+def test_garbage_on_the_socket_ends_that_connection_only(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        for garbage in (b"\xff" * 64, (5).to_bytes(4, "big") + b"abcde", b"\x00"):
+            reader, writer = await asyncio.open_unix_connection(str(process.socket))
+            writer.write(garbage)
+            writer.write_eof()
+            assert await reader.read() == b""
+            writer.close()
+        assert len(await collect(engine.generate(request("after")))) == 20
+
+    with_engine(process, scenario)
+
+
+def test_refusals_and_overload_arrive_as_their_own_errors(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        with pytest.raises(RequestRefused, match="do not fit the context") as refused:
+            await collect(engine.generate(request("long", max_tokens=4000)))
+        assert refused.value.param == "max_tokens"
+        streams = [asyncio.create_task(collect(engine.generate(request(f"q{i}", max_tokens=400)))) for i in range(12)]
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        turned_away = [r for r in results if isinstance(r, EngineOverloaded)]
+        assert turned_away
+        assert all(len(r) == 400 for r in results if isinstance(r, list))
+        assert len(turned_away) + sum(isinstance(r, list) for r in results) == 12
+
+    with_engine(process, scenario)
+
+
+def test_speculation_and_drafters_are_switched_over_the_socket(process: Process) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        await engine.set_speculation(SpeculationScope("all"), on=False)
+        assert not (await engine.health()).speculation
+        await engine.set_speculation(SpeculationScope("all"), on=True)
+        assert (await engine.health()).speculation
+        ngram = DrafterVersion("ngram", "builtin")
+        capabilities = await engine.capabilities()
+        await engine.load_drafter(ngram, Path("/nowhere"))
+        await engine.activate(DrafterPointer(target=capabilities.target, serving=ngram))
+        with pytest.raises(RequestRefused, match="dflash v1"):
+            await engine.activate(DrafterPointer(target=capabilities.target, serving=DrafterVersion("dflash", "v1")))
+
+    with_engine(process, scenario)
+
+
+def test_a_killed_engine_fails_its_requests_by_name_and_is_found_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    process = Process(tiny_checkpoint, tmp_path / "engine.sock")
+
+    async def scenario(engine: EmbeddedEngine) -> None:
+        with pytest.raises(EngineUnavailable, match="restarts by itself"):
+            async for _ in engine.generate(request("cut", max_tokens=480)):
+                if process.process.is_alive():
+                    process.stop(signal.SIGKILL)
+        assert not (await engine.health()).ready
+        with pytest.raises(EngineUnavailable, match="not running"):
+            await collect(engine.generate(request("too early")))
+        process.start()
+        await ready(engine)
+        assert len(await collect(engine.generate(request("again")))) == 20
+
+    try:
+        with_engine(process, scenario)
+    finally:
+        assert process.stop() == 0
+    assert not process.socket.exists()

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from redraft.engine.embedded.sampler import filtered, sample
+from redraft.engine.types import SamplingParams
+from redraft.kernels.gumbel import gumbel, noise_key
+
+pytestmark = pytest.mark.unit
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampled_frequencies_follow_the_target_distribution(temperature: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    params = SamplingParams(temperature=temperature)
+    draws = [sample(logits, params, seed=7, choice=0, position=position) for position in range(6000)]
+    probabilities = torch.softmax(logits.double() / temperature, 0).numpy()
+    assert chi_square(np.bincount(draws, minlength=5), probabilities) < 23.5, "beyond the 0.9999 quantile, 4 d.o.f."
+
+
+def test_noise_is_uniform_and_uncorrelated_over_tokens_positions_choices_and_seeds() -> None:
+    rows = [gumbel(noise_key(seed, choice, position), 4096) for seed, choice, position in np.ndindex(2, 2, 16)]
+    uniforms = torch.exp(-torch.exp(-torch.stack(rows).double()))
+    counts = torch.histc(uniforms, bins=64, min=0, max=1).numpy()
+    assert chi_square(counts, np.full(64, 1 / 64)) < 117.0, "beyond the 0.9999 quantile, 63 d.o.f."
+    correlation = torch.corrcoef(uniforms).fill_diagonal_(0)
+    assert float(correlation.abs().max()) < 5.5 / 4096**0.5
+    neighbours = torch.corrcoef(torch.stack((uniforms[:, :-1].flatten(), uniforms[:, 1:].flatten())))
+    assert abs(float(neighbours[0, 1])) < 5 / uniforms.numel() ** 0.5
+
+
+def test_noise_is_finite_and_fixed_for_good() -> None:
+    noise = gumbel(noise_key(123, 1, 45), 50_000)
+    assert bool(noise.isfinite().all())
+    assert noise_key(123, 1, 45) == noise_key(123 + 2**64, 1, 45)
+    torch.testing.assert_close(noise[:3], torch.tensor(PINNED_NOISE))
+
+
+PINNED_NOISE = [2.3922019, 1.8997114, 2.8792963]
+
+
+def reference(logits: np.ndarray, params: SamplingParams) -> set[int]:
+    """Token ids left by temperature, top-k, top-p and min-p in turn, in plain numpy."""
+    scores = logits.astype(np.float64) / params.temperature
+    kept = np.ones(len(scores), dtype=bool)
+    if params.top_k:
+        kept &= scores >= np.sort(scores)[::-1][min(params.top_k, len(scores)) - 1]
+    if params.top_p < 1:
+        probabilities = np.where(kept, np.exp(scores - scores.max()), 0)
+        probabilities /= probabilities.sum()
+        order = np.argsort(-probabilities, kind="stable")
+        reached = np.cumsum(probabilities[order]) >= params.top_p - 1e-6
+        kept &= scores >= scores[order[int(np.argmax(reached))]]
+    if params.min_p:
+        kept &= scores >= scores[kept].max() + np.log(params.min_p)
+    return set(np.flatnonzero(kept).tolist())
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(-80, 80), min_size=2, max_size=40, unique=True),
+    st.sampled_from([0.3, 1.0, 2.0]),
+    st.integers(0, 45),
+    st.sampled_from([0.1, 0.5, 0.9, 0.999, 1.0]),
+    st.sampled_from([0.0, 0.05, 0.5]),
+)
+def test_filters_keep_what_a_plain_reference_keeps(
+    values: list[int], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = np.array(values) / 16
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    scores = filtered(torch.tensor(logits), params)
+    assert set(torch.isfinite(scores).nonzero().flatten().tolist()) == reference(logits, params)
+
+
+def test_the_nucleus_is_right_when_it_is_wider_than_the_first_candidates() -> None:
+    scores = filtered(torch.zeros(5000), SamplingParams(top_p=0.9))
+    assert int(scores.isfinite().sum()) == 5000, "equal tokens cannot be told apart"
+    ramp = filtered(torch.linspace(0, 0.1, 5000), SamplingParams(top_p=0.5))
+    kept = int(ramp.isfinite().sum())
+    probabilities = torch.softmax(torch.linspace(0, 0.1, 5000).double(), 0).flip(0).cumsum(0)
+    assert abs(kept - int((probabilities < 0.5).sum()) - 1) <= 2
