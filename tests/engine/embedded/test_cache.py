@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +28,7 @@ def test_arena_ranges_never_overlap_and_all_free_space_comes_back(steps: list[tu
             if arena.grow(start, length, PAGE):
                 held[size % len(held)] = (start, length + PAGE)
         taken = sorted(held)
-        assert all(start + length <= after for (start, length), (after, _) in zip(taken, taken[1:], strict=False))
+        assert all(start + length <= after for (start, length), (after, _) in pairwise(taken))
         assert arena.free_slots == arena.slots - sum(length for _, length in held)
     for start, length in held:
         arena.free(start, length)
@@ -79,7 +81,7 @@ def test_reused_kv_always_belongs_to_the_same_prefix_of_the_same_tenant(
             filled.cache.release(running.pop(0))
         assert sum(s.capacity for s in running) <= filled.cache.used_slots <= filled.cache.slots
         ranges = sorted((s.start, s.capacity) for s in running)
-        assert all(a + size <= b for (a, size), (b, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(a + size <= b for (a, size), (b, _) in pairwise(ranges))
 
 
 def test_the_next_turn_takes_over_its_own_sequence_without_a_copy() -> None:
