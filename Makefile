@@ -28,7 +28,7 @@ test: setup
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy -p redraft
+	$(BIN)/mypy $(PACKAGES:%=-p redraft.%)
 
 setup: $(VENV)/installed
 
