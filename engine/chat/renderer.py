@@ -206,34 +206,29 @@ def _tool(tool: Tool) -> dict[str, Any]:
 def _check_nothing_is_lost(text: str, context: ChatContext) -> None:
     """Every tool and every content must be in the text; contents in order, but for system texts, which may move."""
     for tool in context.tools:
-        if tool["function"]["name"] not in text:
+        if _find(text, tool["function"]["name"], 0) is None:
             raise RenderError(f"This model's chat template leaves out the tool {tool['function']['name']!r}.")
-    end = 0
+    start = 0
     for i, message in enumerate(context.messages):
-        if message["role"] in ("system", "developer"):
-            found = _find(text, message["content"], 0) is not None
-        else:
-            # What an assistant thought in earlier turns is left out by design in templates of reasoning models.
-            said = message["content"].rpartition("</think>")[2]
-            position = _find(text, said, end)
-            found = position is not None
-            end = position or end
-        if not found:
+        # What an assistant thought in earlier turns is left out by design in templates of reasoning models.
+        said = message["content"].rpartition("</think>")[2] if message["role"] == "assistant" else message["content"]
+        moves = message["role"] in ("system", "developer")
+        found = _find(text, said, 0 if moves else start)
+        if found is None:
             raise RenderError(
                 f"This model's chat template leaves out the content of messages[{i}] ({message['role']} message)."
             )
+        ends = [start if moves else found]
         for call in message.get("tool_calls", ()):
-            position = _find(text, call["function"]["name"], end)
-            if position is None:
+            called = _find(text, call["function"]["name"], start)
+            if called is None:
                 raise RenderError(f"This model's chat template leaves out a tool call of messages[{i}].")
-            end = position
+            ends.append(called)
+        start = max(ends)
 
 
 def _find(text: str, content: str, start: int) -> int | None:
     """Where ``content`` ends in ``text`` after ``start``: as it is but for outer blanks, or as a JSON string."""
-    forms = (content.strip(), _to_json(content)[1:-1], _to_json(content, ensure_ascii=True)[1:-1])
-    for form in forms:
-        position = text.find(form, start)
-        if position >= 0:
-            return position + len(form)
-    return None
+    forms = {content.strip(), _to_json(content)[1:-1], _to_json(content, ensure_ascii=True)[1:-1]}
+    found = ((text.find(form, start), len(form)) for form in forms)
+    return min((position + length for position, length in found if position >= 0), default=None)
