@@ -60,6 +60,12 @@ def main() -> None:
     except CliError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
+        sys.exit(1)
     except (CheckpointError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

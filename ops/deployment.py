@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +119,10 @@ class Deployment:
             return None
 
     def write(self, state: State) -> None:
-        with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".state", delete=False) as file:
-            file.write(msgspec.json.encode(state))
-        Path(file.name).replace(self.folder / "state.json")
+        """Replace the state in one step; only the holder of the lock may."""
+        new = self.folder / "state.json.new"
+        new.write_bytes(msgspec.json.encode(state))
+        new.replace(self.folder / "state.json")
 
     def forget(self) -> None:
         """Remove the state of an earlier run, so that nobody takes it for this one's."""

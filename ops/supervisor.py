@@ -153,7 +153,7 @@ class Supervisor:
                 stdout=output,
                 stderr=output,
                 pass_fds=descriptors,
-                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "REDRAFT_DEBUG": "1"},
                 start_new_session=True,
                 preexec_fn=die_with_parent,
             )
@@ -198,8 +198,13 @@ class Supervisor:
         self._changed.set()
 
     def _publish(self, phase: Phase, message: str = "") -> None:
+        """Tell the state; once the deployment serves, a full disk is no reason to stop."""
         self._state = msgspec.structs.replace(self._state, phase=phase, message=message)
-        self._deployment.write(self._state)
+        try:
+            self._deployment.write(self._state)
+        except OSError:
+            if not self._been_ready:
+                raise
         self._report(self._state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import sys
@@ -23,7 +24,8 @@ def bench(
     known = _names()
     if name not in known:
         raise UsageError(f"no benchmark {name}; there are: {', '.join(known) or 'none'}")
-    result = importlib.import_module(f"redraft.ops.bench.{name}").run(quick=quick)
+    with contextlib.redirect_stdout(sys.stderr):
+        result = importlib.import_module(f"redraft.ops.bench.{name}").run(quick=quick)
     if as_json:
         print(json.dumps(result))
     else:

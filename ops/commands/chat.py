@@ -22,7 +22,7 @@ def chat(
     temperature: Annotated[float | None, typer.Option(min=0, help="0 is greedy.")] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer.")] = None,
 ) -> None:
-    """Talk to the running deployment; answers stream. Leave with Ctrl-D or /quit; /new starts over."""
+    """Talk to the running deployment; answers stream. Ctrl-C stops an answer, /new starts over, Ctrl-D leaves."""
     url = running_state(config).url
     limits = {"temperature": temperature, "max_tokens": max_tokens}
     settings = {name: value for name, value in limits.items() if value is not None}
@@ -32,7 +32,7 @@ def chat(
         if once is not None:
             _ask(client, {"model": model, "messages": [*opening, {"role": "user", "content": once}], **settings})
             return
-        print(f"{model} at {url}; Ctrl-D or /quit leaves, /new starts over", file=sys.stderr)
+        print(f"{model} at {url}; /new starts over, Ctrl-D leaves", file=sys.stderr)
         conversation: list[dict[str, str]] = list(opening)
         session = uuid.uuid4().hex
         while (text := _read_line()) not in (None, "/quit"):
@@ -42,6 +42,8 @@ def chat(
             turn = [*conversation, {"role": "user", "content": text}]
             try:
                 answer = _ask(client, {"model": model, "messages": turn, **settings}, session)
+            except KeyboardInterrupt:
+                print("(stopped)", file=sys.stderr)
             except CliError as error:
                 print(f"error: {error}", file=sys.stderr)
             else:

@@ -6,6 +6,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
+from ctypes.util import find_library
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal
 import typer
 from rich.console import Console
 
-from redraft.engine.checkpoints import CheckpointError, models_dir, resolve, validate
+from redraft.engine.checkpoints import CheckpointError, identity, list_models, models_dir, resolve, validate
 from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.config import LoadedConfig
 from redraft.ops.deployment import Deployment
@@ -52,6 +53,7 @@ def check(config: Path | None) -> Iterator[Finding]:
     yield _python()
     yield from _extras()
     yield from _torch()
+    yield from _mooncake()
     try:
         loaded, deployment = load(config)
     except CliError as error:
@@ -103,6 +105,11 @@ def _torch() -> Iterator[Finding]:
         )
 
 
+def _mooncake() -> Iterator[Finding]:
+    if _version("mooncake-transfer-engine-non-cuda") and find_library("ibverbs") is None:
+        yield Finding("warn", "Mooncake lacks a system library", "Install it: apt-get install libibverbs1")
+
+
 def _memory(loaded: LoadedConfig) -> Finding:
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
@@ -127,6 +134,10 @@ def _model(loaded: LoadedConfig) -> Finding:
     try:
         folder = resolve(loaded.config.engine.model)
         validate(folder)
+        pulled = next((entry.identity for entry in list_models() if entry.folder == folder), None)
+        if pulled and pulled != identity(folder):
+            mend = f"Remove {folder} and fetch it again: redraft models pull {loaded.config.engine.model}"
+            return Finding("fail", f"model {loaded.config.engine.model} is not what was pulled", mend)
     except CheckpointError as error:
         return Finding("fail", f"model {loaded.config.engine.model}", str(error))
     return Finding("ok", f"model {loaded.config.engine.model} in {folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -126,10 +127,11 @@ def logs(
     with path.open(errors="replace") as file:
         for line in deque(file, maxlen=lines):
             sys.stdout.write(line)
-        while follow:
-            sys.stdout.write(file.read())
-            sys.stdout.flush()
-            time.sleep(0.2)
+        with contextlib.suppress(KeyboardInterrupt):
+            while follow:
+                sys.stdout.write(file.read())
+                sys.stdout.flush()
+                time.sleep(0.2)
 
 
 def _start_supervisor(config: Path | None, deployment: Deployment, lock: int) -> subprocess.Popen[bytes]:

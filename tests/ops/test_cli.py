@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from redraft.engine.checkpoints import identity
 from redraft.ops import cli
 from redraft.ops.commands import bench, doctor
 from redraft.ops.deployment import Deployment
@@ -40,7 +43,7 @@ def redraft(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @pytest.fixture
-def taken_port() -> int:
+def taken_port() -> Iterator[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     yield listener.getsockname()[1]
     listener.close()
@@ -144,6 +147,18 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(
     assert all(finding.mend for finding in failures)
 
 
+def test_doctor_notices_weights_that_are_not_what_was_pulled(
+    home: Path, make_checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = home / "cache" / "redraft" / "models" / "smollm2-135m"
+    shutil.copytree(make_checkpoint(), folder)
+    said = {}
+    for identity_then in (identity(folder), "0" * 64):
+        (folder / "redraft.json").write_text(json.dumps({"identity": identity_then}))
+        said[identity_then] = [f.what for f in doctor.check(None) if f.level == "fail" and "model" in f.what]
+    assert list(said.values()) == [[], ["model smollm2-135m is not what was pulled"]]
+
+
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
@@ -160,6 +175,26 @@ def test_doctor_finds_extras_that_cannot_live_together(
 ) -> None:
     monkeypatch.setattr(doctor, "_version", installed.get)
     assert any(said in finding.what and finding.level == "fail" for finding in doctor.check(None))
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "state").write_text("a file where a folder has to be")
+    assert redraft(monkeypatch, "up") == 1
+    assert re.fullmatch(r"error: /.*/state/redraft/deployments/8000: Not a directory\n", capsys.readouterr().err)
+
+
+def test_a_reader_that_leaves_is_no_error(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = home / "state" / "redraft" / "deployments" / "8000" / "engine.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("word\n" * 100_000)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "redraft.ops.cli", "logs", "-n", "100000"]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.stderr == ""
 
 
 def test_help_of_every_command_is_there() -> None:

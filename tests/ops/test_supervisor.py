@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import select
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from redraft.ops.config import load_config
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.errors import CliError
 from redraft.ops.processes import ProcessId, identify
@@ -179,6 +181,7 @@ def test_a_killed_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
     code = f"""
 import asyncio, os
 from pathlib import Path
+from redraft.ops.config import load_config
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.processes import identify
 from redraft.ops.supervisor import Service, Supervisor
@@ -269,3 +272,33 @@ def test_a_socket_path_that_is_too_long_is_refused_with_what_to_do(tmp_path: Pat
 def test_a_damaged_state_file_is_no_state(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "state.json").write_bytes(content)
     assert Deployment(tmp_path).read() is None
+
+
+def test_two_deployments_have_two_folders(tmp_path: Path) -> None:
+    def folder(port: int, name: str = "a.yaml") -> Path:
+        path = tmp_path / name
+        path.write_text(f"gateway: {{port: {port}}}")
+        return Deployment.of(load_config(path, {})).folder
+
+    assert folder(8000) == folder(8000, "b.yaml")
+    assert len({folder(8000), folder(8001), folder(0), folder(0, "b.yaml")}) == 4
+
+
+async def test_a_full_disk_does_not_stop_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(deployment: Deployment, state: State) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = Run(tmp_path, Service("engine", python(IDLE)))
+    running = asyncio.create_task(run.supervisor.run())
+    before = await run.until(ready)
+    monkeypatch.setattr(Deployment, "write", full)
+    os.kill(pid_of(before, "engine"), signal.SIGKILL)
+    await run.until(lambda s: s.phase == "ready" and s.services["engine"].restarts == 1)
+    run.supervisor.stop()
+    await running
+
+
+async def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "state.json.new").mkdir()
+    with pytest.raises(OSError, match=r"state\.json\.new"):
+        await Run(tmp_path, Service("engine", python(IDLE))).supervisor.run()
