@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -162,6 +163,7 @@ class Completion:
                         self._metrics.observe_first_token(agent_type, now - self._started)
                     self._count(commit)
                     yield self.choices[commit.choice].push(commit, now)
+                    await asyncio.sleep(0)  # a backlog of commits must not keep the event loop from all others
             if not all(choice.finish_reason for choice in self.choices):
                 raise EngineUnavailable("The engine ended before the answer was complete; try again.")
             self._observe_finish()

@@ -6,7 +6,7 @@ import asyncio
 import importlib.resources
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,29 @@ from redraft.gateway.server import bind, make_server
 MODEL = "tiny"
 HANG = object()
 CONTEXT = 4096
+PARAMETERS = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n"))
 
 
 class ScriptedEngine:
-    """Plays a script for each request: commits are yielded, exceptions raised, ``HANG`` waits for ever.
+    """Plays a script for each request: commits are yielded, exceptions raised, events awaited, ``HANG`` for ever.
 
     ``hanging`` and ``closed`` tell a test in another thread that a request hangs, and that one has been let go.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, parameters: frozenset[str] = PARAMETERS) -> None:
         self.tokenizer = tokenizer
+        self.parameters = parameters
+        self.shut = False
+        self.reset()
+
+    def reset(self) -> None:
         self.script: Callable[[GenerationRequest], Iterable[Any]] = lambda request: self.answer("Hello there.")
         self.requests: list[GenerationRequest] = []
         self.hanging = threading.Event()
         self.closed = threading.Event()
-        self.shut = False
         self.state = Health(ready=True, running=1, waiting=2, kv_used_bytes=3, kv_budget_bytes=4)
         self.fault: Exception | None = None
-        self.parameters = frozenset(
-            ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n")
-        )
+        self.mute = False
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_ordinary(text))
@@ -78,14 +81,16 @@ class ScriptedEngine:
                 if action is HANG:
                     self.hanging.set()
                     await asyncio.get_running_loop().create_future()
-                yield action
+                if isinstance(action, asyncio.Event):
+                    await action.wait()
+                else:
+                    yield action
         finally:
             await asyncio.sleep(0)  # freeing takes a moment, as it does over a socket
             self.closed.set()
 
     async def capabilities(self) -> Capabilities:
-        if self.fault is not None:
-            raise self.fault
+        await self._maybe_fail()
         return Capabilities(
             target="sha256:0123456789abcdef",
             model_name=MODEL,
@@ -102,9 +107,14 @@ class ScriptedEngine:
         )
 
     async def health(self) -> Health:
+        await self._maybe_fail()
+        return self.state
+
+    async def _maybe_fail(self) -> None:
+        if self.mute:
+            await asyncio.get_running_loop().create_future()
         if self.fault is not None:
             raise self.fault
-        return self.state
 
     async def abort(self, request_id: str) -> None: ...
 
@@ -203,21 +213,37 @@ def chat() -> ChatEncoder:
 
 
 @pytest.fixture
-def engine(chat: ChatEncoder) -> ScriptedEngine:
+def scripted(chat: ChatEncoder) -> ScriptedEngine:
+    """An engine without a gateway."""
     return ScriptedEngine(chat.tokenizer)
 
 
 @pytest.fixture
-def config() -> GatewayConfig:
-    return GatewayConfig(max_body_bytes=1 << 20)
+def hang() -> object:
+    return HANG
 
 
-@pytest.fixture
-def app(config: GatewayConfig, engine: ScriptedEngine, chat: ChatEncoder) -> Any:
-    return create_app(config, engine, chat)
-
-
-@pytest.fixture
-def gateway(app: Any, engine: ScriptedEngine) -> Iterator[Running]:
-    with serving(app, engine) as running:
+@pytest.fixture(scope="session")
+def served(chat: ChatEncoder) -> Iterator[Running]:
+    engine = ScriptedEngine(chat.tokenizer)
+    with serving(create_app(GatewayConfig(max_body_bytes=1 << 20), engine, chat), engine) as running:
         yield running
+
+
+@pytest.fixture
+def gateway(served: Running) -> Running:
+    """A gateway that other tests have used, its engine as new."""
+    served.engine.reset()
+    return served
+
+
+@pytest.fixture
+def serve(chat: ChatEncoder) -> Iterator[Callable[..., Running]]:
+    """Serves gateways of one's own, configured by keyword."""
+    with ExitStack() as stack:
+
+        def start(*, parameters: frozenset[str] = PARAMETERS, **config: Any) -> Running:
+            engine = ScriptedEngine(chat.tokenizer, parameters)
+            return stack.enter_context(serving(create_app(GatewayConfig(**config), engine, chat), engine))
+
+        yield start
