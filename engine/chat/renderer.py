@@ -17,7 +17,7 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from redraft.engine.chat.messages import Message, Tool
+from redraft.engine.chat.messages import Message, Tool, ToolCall
 from redraft.engine.checkpoints.checkpoint import chat_templates, read_json
 from redraft.engine.checkpoints.errors import CheckpointError
 
@@ -104,16 +104,7 @@ class Renderer:
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "
                 "the model is not made to chat. Use its instruct version."
             )
-        config_file = folder / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.exists() else {}
-        tokens = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name)}
-        return cls(
-            template,
-            special_tokens={
-                name: token if isinstance(token, str) else token["content"] for name, token in tokens.items()
-            },
-            where=str(folder),
-        )
+        return cls(template, special_tokens=_special_tokens(folder / "tokenizer_config.json"), where=str(folder))
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), add_generation_prompt: bool = True
@@ -185,7 +176,7 @@ class Renderer:
         rendered["tool_call_id"] = message.tool_call_id
         rendered.setdefault("name", calls[message.tool_call_id])
 
-    def _tool_call(self, call: Any, i: int, j: int) -> dict[str, Any]:
+    def _tool_call(self, call: ToolCall, i: int, j: int) -> dict[str, Any]:
         arguments = call.arguments
         if not self._takes_string_arguments:
             try:
@@ -193,6 +184,13 @@ class Renderer:
             except ValueError as error:
                 raise RenderError(f"messages[{i}].tool_calls[{j}]: arguments is not JSON ({error}).") from error
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _special_tokens(config_file: Path) -> dict[str, str]:
+    config = read_json(config_file) if config_file.exists() else {}
+    tokens = {name: config.get(name) for name in _SPECIAL_TOKENS}
+    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _tool(tool: Tool) -> dict[str, Any]:

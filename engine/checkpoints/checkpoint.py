@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
 
 from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.checkpoints.safetensors_file import DTYPE_BYTES, TensorEntry, read_header
 
 Architecture = Literal["llama", "qwen3"]
 _ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+T = TypeVar("T")
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _LM_HEAD = "lm_head.weight"
@@ -64,101 +67,141 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
+Positive = Annotated[int, Meta(ge=1)]
+PositiveReal = Annotated[float, Meta(gt=0)]
+
+
+class _Rope(Struct):
+    """``rope_parameters`` of transformers 5, which has ``rope_theta`` inside, or ``rope_scaling`` of before."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: PositiveReal | None = None
+    factor: PositiveReal | None = None
+    low_freq_factor: PositiveReal | None = None
+    high_freq_factor: PositiveReal | None = None
+    original_max_position_embeddings: Positive | None = None
+
+
+class _ConfigFile(Struct):
+    hidden_size: Positive
+    intermediate_size: Positive
+    max_position_embeddings: Positive
+    num_attention_heads: Positive
+    num_hidden_layers: Positive
+    vocab_size: Positive
+    architectures: list[str] | None = None
+    attention_bias: bool | None = False
+    bos_token_id: int | None = None
+    head_dim: Positive | None = None
+    hidden_act: str = "silu"
+    mlp_bias: bool | None = False
+    num_key_value_heads: Positive | None = None
+    quantization_config: dict[str, Any] | None = None
+    rms_norm_eps: PositiveReal = 1e-6
+    rope_parameters: _Rope | None = None
+    rope_scaling: _Rope | None = None
+    rope_theta: PositiveReal | None = None
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool | None = False
+
+
+class _EndTokens(Struct):
+    eos_token_id: int | list[int] | None = None
+
+
+class _NamedTemplate(Struct):
+    name: str
+    template: str
+
+
+class _Templates(Struct):
+    chat_template: str | list[_NamedTemplate] | None = None
+
+
+def _read_as(kind: type[T], file: Path) -> T:
+    try:
+        return msgspec.convert(read_json(file), kind)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{file} is not as it should be: {error}.") from error
+
+
 def load_config(folder: Path) -> ModelConfig:
     """Read ``config.json`` and ``generation_config.json``; refuse by name whatever is not supported."""
     file = folder / "config.json"
-    config = read_json(file)
-
-    def number(name: str, default: float | None = None) -> float:
-        value = config.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise CheckpointError(f"{file}: {name} should be a positive number, not {value!r}.")
-        return value
-
-    def integer(name: str, default: int | None = None) -> int:
-        value = number(name, default)
-        if not isinstance(value, int):
-            raise CheckpointError(f"{file}: {name} should be a whole number, not {value!r}.")
-        return value
-
-    architectures = config.get("architectures") or []
-    architecture = next((_ARCHITECTURES[name] for name in architectures if name in _ARCHITECTURES), None)
+    architectures = read_json(file).get("architectures")
+    architecture = next((kind for name, kind in _ARCHITECTURES.items() if architectures == [name]), None)
     if architecture is None:
         raise CheckpointError(
-            f"{file}: architecture {', '.join(map(str, architectures)) or 'unnamed'} is not supported; "
-            f"supported are {' and '.join(_ARCHITECTURES)}."
+            f"{file}: architectures {architectures!r} is not supported, only {' and '.join(_ARCHITECTURES)}."
         )
+    config = _read_as(_ConfigFile, file)
     _refuse_unsupported(config, file)
-    hidden, heads = integer("hidden_size"), integer("num_attention_heads")
-    kv_heads = integer("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise CheckpointError(f"{file}: {heads} attention heads cannot share {kv_heads} key/value heads evenly.")
-    if config.get("head_dim") is None and hidden % heads:
-        raise CheckpointError(f"{file}: hidden_size {hidden} is not a multiple of {heads} attention heads.")
-    rope = _rope_parameters(config)
-    rope_theta = rope.get("rope_theta", config.get("rope_theta", 10_000.0))
-    if isinstance(rope_theta, bool) or not isinstance(rope_theta, int | float) or rope_theta <= 0:
-        raise CheckpointError(f"{file}: rope_theta should be a positive number, not {rope_theta!r}.")
+    kv_heads = config.num_key_value_heads or config.num_attention_heads
+    if config.num_attention_heads % kv_heads:
+        raise CheckpointError(
+            f"{file}: {config.num_attention_heads} attention heads cannot share {kv_heads} key/value heads evenly."
+        )
+    if config.head_dim is None and config.hidden_size % config.num_attention_heads:
+        raise CheckpointError(
+            f"{file}: hidden_size {config.hidden_size} is not a multiple of {config.num_attention_heads} heads."
+        )
+    rope = config.rope_parameters or config.rope_scaling or _Rope()
     return ModelConfig(
         architecture=architecture,
-        layers=integer("num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
+        layers=config.num_hidden_layers,
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
         kv_heads=kv_heads,
-        head_dim=integer("head_dim", hidden // heads),
-        intermediate=integer("intermediate_size"),
-        vocab=integer("vocab_size"),
-        rope_theta=float(rope_theta),
+        head_dim=config.head_dim or config.hidden_size // config.num_attention_heads,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+        rope_theta=rope.rope_theta or config.rope_theta or 10_000.0,
         rope_scaling=_rope_scaling(rope, file),
-        rms_eps=float(number("rms_norm_eps", 1e-6)),
-        context_length=integer("max_position_embeddings"),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rms_eps=config.rms_norm_eps,
+        context_length=config.max_position_embeddings,
+        tie_word_embeddings=config.tie_word_embeddings,
         eos_ids=eos_ids(folder),
-        bos_id=config.get("bos_token_id"),
+        bos_id=config.bos_token_id,
     )
 
 
-def _refuse_unsupported(config: Mapping[str, Any], file: Path) -> None:
-    required = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-    for name, supported in required.items():
-        if config.get(name, supported) != supported:
-            raise CheckpointError(f"{file}: {name} {config[name]!r} is not supported, only {supported!r}.")
-    if config.get("quantization_config"):
+def _refuse_unsupported(config: _ConfigFile, file: Path) -> None:
+    supported = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+    for name, only in supported.items():
+        if (value := getattr(config, name)) not in (only, None):
+            raise CheckpointError(f"{file}: {name} {value!r} is not supported, only {only!r}.")
+    if config.quantization_config:
         raise CheckpointError(f"{file}: quantized weights are not supported; use a bf16, fp16 or fp32 checkpoint.")
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Both spellings: ``rope_parameters`` (transformers 5), or ``rope_scaling`` beside a top-level ``rope_theta``."""
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
-
-
-def _rope_scaling(rope: Mapping[str, Any], file: Path) -> Llama3RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope_scaling(rope: _Rope, file: Path) -> Llama3RopeScaling | None:
+    kind = rope.rope_type or rope.type or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise CheckpointError(f"{file}: rope type {kind!r} is not supported, only 'default' and 'llama3'.")
-    try:
-        return Llama3RopeScaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_context_length=int(rope["original_max_position_embeddings"]),
-        )
-    except KeyError as error:
-        raise CheckpointError(f"{file}: rope type 'llama3' needs {error.args[0]}.") from error
+
+    def needed(name: str) -> Any:
+        value = getattr(rope, name)
+        if value is None:
+            raise CheckpointError(f"{file}: rope type 'llama3' needs {name}.")
+        return value
+
+    return Llama3RopeScaling(
+        factor=needed("factor"),
+        low_freq_factor=needed("low_freq_factor"),
+        high_freq_factor=needed("high_freq_factor"),
+        original_context_length=needed("original_max_position_embeddings"),
+    )
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:
     """Every token that ends an answer: those of ``config.json`` and of ``generation_config.json`` together."""
     ids: set[int] = set()
     for file in (folder / "config.json", folder / "generation_config.json"):
-        value = read_json(file).get("eos_token_id") if file.exists() else None
-        listed = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(token, int) for token in listed):
-            raise CheckpointError(f"{file}: eos_token_id should be a token id or a list of them, not {value!r}.")
-        ids.update(listed)
+        value = _read_as(_EndTokens, file).eos_token_id if file.exists() else None
+        ids.update(value if isinstance(value, list) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
@@ -167,11 +210,14 @@ def chat_templates(folder: Path) -> dict[str, str]:
     ``tokenizer_config.json``; empty for a model that is not made to chat."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return {"default": file.read_text(encoding="utf-8")}
+        try:
+            return {"default": file.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{file} cannot be read: {error}.") from error
     config = folder / "tokenizer_config.json"
-    template = read_json(config).get("chat_template") if config.exists() else None
+    template = _read_as(_Templates, config).chat_template if config.exists() else None
     if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
+        return {entry.name: entry.template for entry in template}
     return {} if template is None else {"default": template}
 
 

@@ -58,6 +58,15 @@ def models_dir(cache: Path | None = None) -> Path:
     return (cache or platformdirs.user_cache_path("redraft")) / "models"
 
 
+def local_folder(source: str) -> Path | None:
+    """The folder that ``source`` is the path of, if it is one."""
+    try:
+        path = Path(source).expanduser()
+        return path.resolve() if source and path.is_dir() else None
+    except (OSError, RuntimeError, ValueError):  # what cannot be a path: too long, an unknown user's home, a NUL
+        return None
+
+
 def resolve(model: str, *, cache: Path | None = None) -> Path:
     """The checkpoint folder of a pulled model's name, a cached Hugging Face id, or a local folder."""
     pulled = models_dir(cache) / model
@@ -65,9 +74,9 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
         if (pulled / MANIFEST).exists():
             return pulled
         raise ModelNotFoundError(f"Model {model} is not on this machine yet; fetch it: redraft models pull {model}")
-    local = Path(model).expanduser()
-    if local.is_dir():
-        return local.resolve()
+    local = local_folder(model)
+    if local is not None:
+        return local
     if is_hub_id(model):
         snapshot = hub_snapshot(model)
         if snapshot is None:

@@ -16,13 +16,14 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 
 from redraft.engine.checkpoints.checkpoint import read_json, validate
 from redraft.engine.checkpoints.errors import CheckpointError, PullError
 from redraft.engine.checkpoints.hub import is_hub_id, pull_from_hub
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.checkpoints.models import KNOWN_MODELS, MANIFEST, KnownModel, models_dir, resolve
+from redraft.engine.checkpoints.models import KNOWN_MODELS, MANIFEST, KnownModel, local_folder, models_dir, resolve
 from redraft.engine.checkpoints.transfer import Progress, bytes_under, check_space, is_no_space, no_space, silent
 
 _LAYOUT = 1
@@ -46,7 +47,7 @@ def pull(source: str, *, cache: Path | None = None, progress: Progress = silent)
     """
     if source in KNOWN_MODELS:
         return _pull_known(source, KNOWN_MODELS[source], models_dir(cache), progress)
-    if Path(source).expanduser().is_dir() or not is_hub_id(source):
+    if local_folder(source) is not None or not is_hub_id(source):
         folder = resolve(source, cache=cache)
         validate(folder)
         return folder
@@ -62,6 +63,7 @@ def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) 
                 shutil.rmtree(stale)
             if _is_complete(folder):
                 return folder
+            _require_converter()
             check_space(models, model.disk_bytes, _SPACE_REMEDY)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=models))
             try:
@@ -86,6 +88,12 @@ def _locked(file: Path, progress: Progress) -> Iterator[int]:
             progress("waiting for another pull of the same model", 0, 0)
             fcntl.flock(stream, fcntl.LOCK_EX)
         yield stream.fileno()
+
+
+def _require_converter() -> None:
+    missing = [name for name in ("gguf", "numpy") if find_spec(name) is None]
+    if missing:
+        raise PullError(f"Converting the model needs {' and '.join(missing)}: pip install 'redraft[engine]'.")
 
 
 def _is_complete(folder: Path) -> bool:

@@ -14,10 +14,13 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from redraft.engine.chat.renderer import Renderer
+from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints import (
     CheckpointError,
     Llama3RopeScaling,
     expected_shapes,
+    identity,
     load_config,
     open_tensors,
     validate,
@@ -25,6 +28,21 @@ from redraft.engine.checkpoints import (
 
 pytestmark = pytest.mark.unit
 MakeCheckpoint = Callable[..., Path]
+LLAMA_KEYS = [
+    "architectures",
+    "attention_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "hidden_act",
+    "hidden_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+    "vocab_size",
+]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -59,7 +77,7 @@ def test_every_end_token_of_both_files_ends_an_answer(make_checkpoint: MakeCheck
     ("changes", "named"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel"),
-        ({"architectures": []}, "architecture unnamed"),
+        ({"architectures": []}, r"architectures \[\]"),
         ({"attention_bias": True}, "attention_bias"),
         ({"mlp_bias": True}, "mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -69,7 +87,7 @@ def test_every_end_token_of_both_files_ends_an_answer(make_checkpoint: MakeCheck
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, "low_freq_factor"),
         ({"hidden_size": -16}, "hidden_size"),
         ({"hidden_size": "16"}, "hidden_size"),
-        ({"hidden_size": 18}, "not a multiple of 4"),
+        ({"hidden_size": 18}, "not a multiple of 4 heads"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers"),
         ({"num_hidden_layers": True}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "evenly"),
@@ -91,6 +109,33 @@ def test_a_config_that_is_no_json_object_is_corrupt(make_checkpoint: MakeCheckpo
     (folder / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(CheckpointError, match=r"config\.json is corrupt"):
         load_config(folder)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=12), values, max_size=3),
+    max_leaves=6,
+)
+FILES = {
+    "config.json": [*LLAMA_KEYS, "rope_scaling", "rope_parameters", "head_dim", "quantization_config"],
+    "generation_config.json": ["eos_token_id"],
+    "tokenizer_config.json": ["chat_template", "bos_token", "eos_token"],
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=300)
+@given(data=st.data())
+def test_no_value_in_a_json_file_escapes_as_another_error(make_checkpoint: MakeCheckpoint, data: st.DataObject) -> None:
+    folder = make_checkpoint()
+    file = folder / data.draw(st.sampled_from(sorted(FILES)))
+    content = json.loads(file.read_text()) if file.exists() else {}
+    content[data.draw(st.sampled_from(FILES[file.name]))] = data.draw(json_values)
+    file.write_text(json.dumps(content))
+    for read in (validate, identity, Renderer.from_folder, Tokenizer.from_folder):
+        try:
+            read(folder)
+        except CheckpointError as error:
+            assert str(folder) in str(error)
 
 
 def test_a_whole_checkpoint_is_valid_in_one_file_or_many(make_checkpoint: MakeCheckpoint) -> None:

