@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -59,20 +59,31 @@ class ChatAnswer:
         return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(), redraft=self._statistics())
 
     async def chunks(self) -> AsyncGenerator[bytes]:
-        """The JSON of each chunk. A choice's role comes with its first delta; statistics come in the last chunk."""
-        opened: set[int] = set()
+        """The JSON of each chunk; statistics come in the last one.
+
+        A choice's role comes with its first delta. Choices open in the order of their indices, for the openai client
+        cannot take one before those below it.
+        """
+        opened = 0
         unfinished = len(self._completion.choices)
         async with aclosing(self._completion.steps()) as steps:
             async for step in steps:
-                for piece in step.deltas:
-                    delta = _delta(piece, opens=step.choice not in opened)
-                    opened.add(step.choice)
-                    yield self._chunk([ChunkChoice(index=step.choice, delta=delta)])
+                deltas = [_delta(piece) for piece in step.deltas]
                 if step.finish_reason is not None:
-                    unfinished -= 1
-                    delta = Delta() if step.choice in opened else Delta(role="assistant", content="")
-                    choice = ChunkChoice(index=step.choice, delta=delta, finish_reason=step.finish_reason)
-                    yield self._chunk([choice], last=not unfinished and not self._include_usage)
+                    deltas.append(Delta(content="") if self._completion.choices[step.choice].is_empty else Delta())
+                if not deltas:
+                    continue
+                for choice in range(opened, step.choice):
+                    yield self._chunk([ChunkChoice(index=choice, delta=Delta(role="assistant", content=None))])
+                if step.choice >= opened:
+                    opened = step.choice + 1
+                    deltas[0].role = "assistant"
+                    deltas[0].content = None if deltas[0].content is UNSET else deltas[0].content
+                for delta in deltas[:-1]:
+                    yield self._chunk([ChunkChoice(index=step.choice, delta=delta)])
+                unfinished -= step.finish_reason is not None
+                last = ChunkChoice(index=step.choice, delta=deltas[-1], finish_reason=step.finish_reason)
+                yield self._chunk([last], last=not unfinished and not self._include_usage)
         if self._include_usage:
             yield self._chunk([], usage=self._usage(), last=True)
 
@@ -110,14 +121,13 @@ def _message(message: Message) -> MessageOut:
     return MessageOut(content=message.content, tool_calls=calls or UNSET)
 
 
-def _delta(piece: AnswerDelta, *, opens: bool) -> Delta:
-    role: Literal["assistant"] | msgspec.UnsetType = "assistant" if opens else UNSET
+def _delta(piece: AnswerDelta) -> Delta:
     if isinstance(piece, ContentDelta):
-        return Delta(role=role, content=piece.text)
+        return Delta(content=piece.text)
     call = ToolCallDeltaOut(
         index=piece.index,
         id=UNSET if piece.id is None else piece.id,
         type=UNSET if piece.id is None else "function",
         function=FunctionDelta(piece.name, piece.arguments),
     )
-    return Delta(role=role, content=None if opens else UNSET, tool_calls=[call])
+    return Delta(tool_calls=[call])

@@ -93,7 +93,7 @@ class ToolCallDeltaOut(Struct, frozen=True, kw_only=True):
     function: FunctionDelta
 
 
-class Delta(Struct, frozen=True, kw_only=True):
+class Delta(Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDeltaOut] | UnsetType = UNSET

@@ -104,6 +104,10 @@ class Choice:
                 raise EngineUnavailable("The engine gave this request up before its answer was complete; try again.")
         return Step(commit.choice, deltas, self.finish_reason)
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._content and not self._calls
+
     def message(self) -> Message:
         """The assistant's message; ``content`` is None where there are tool calls and no text."""
         content = "".join(self._content)

@@ -212,10 +212,20 @@ def chat() -> ChatEncoder:
     return ChatEncoder(Renderer(template), Tokenizer(tokenizer.to_str(), (257,)))
 
 
+@pytest.fixture(scope="session")
+def new_engine(chat: ChatEncoder) -> Callable[[], ScriptedEngine]:
+    """Makes engines without a gateway."""
+    return lambda: ScriptedEngine(chat.tokenizer)
+
+
 @pytest.fixture
-def scripted(chat: ChatEncoder) -> ScriptedEngine:
-    """An engine without a gateway."""
-    return ScriptedEngine(chat.tokenizer)
+def scripted(new_engine: Callable[[], ScriptedEngine]) -> ScriptedEngine:
+    return new_engine()
+
+
+@pytest.fixture
+def step() -> Callable[..., VerifyStep]:
+    return verify_step
 
 
 @pytest.fixture

@@ -1,0 +1,327 @@
+"""What the engine commits is what the client reads: whole or streamed, however the tokens were cut into commits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from openai.lib.streaming.chat._completions import ChatCompletionStreamState
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from redraft.engine.chat.encoding import ChatEncoder
+from redraft.engine.types import Commit, DrafterVersion, GenerationRequest, StopConditions
+from redraft.feedback.metrics import ServingMetrics
+from redraft.gateway.chat_completions import ChatAnswer
+from redraft.gateway.chat_request import parse_chat_request
+from redraft.gateway.completion import Completion
+
+pytestmark = pytest.mark.unit
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2, "é"]}}\n</tool_call>'
+
+
+def accumulate(stream: Any) -> ChatCompletion:
+    """What the openai client's own accumulator makes of a stream."""
+    state: Any = ChatCompletionStreamState()
+    for chunk in stream:
+        for choice in chunk.choices:
+            for call in choice.delta.tool_calls or ():
+                assert call.index is not None
+        state.handle_chunk(chunk)
+    return state.current_completion_snapshot
+
+
+def essence(completion: Any) -> list[Any]:
+    """Everything that must agree between two answers: all but the ids."""
+    choices = []
+    for choice in sorted(completion.choices, key=lambda choice: choice.index):
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
+        choices.append((choice.index, choice.message.role, choice.message.content, calls, choice.finish_reason))
+    return choices
+
+
+def both(gateway: Any, **fields: Any) -> tuple[ChatCompletion, ChatCompletion]:
+    create = gateway.openai.chat.completions.create
+    whole = create(**gateway.body(**fields))
+    with create(**gateway.body(**fields), stream=True, stream_options={"include_usage": True}) as stream:
+        streamed = accumulate(stream)
+    assert essence(whole) == essence(streamed)
+    assert whole.usage == streamed.usage
+    return whole, streamed
+
+
+def test_an_answer_has_everything_an_openai_client_expects(gateway: Any) -> None:
+    whole, _ = both(gateway)
+    assert essence(whole) == [(0, "assistant", "Hello there.", [], "stop")]
+    assert whole.id.startswith("chatcmpl-")
+    assert whole.object == "chat.completion"
+    assert whole.model == "tiny"
+    assert whole.system_fingerprint == "fp_0123456789ab"
+    assert whole.usage is not None
+    prompt = len(gateway.engine.requests[0].prompt_ids)
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (
+        prompt,
+        13,
+        prompt + 13,
+    )
+
+
+def test_the_prompt_is_the_rendered_conversation(gateway: Any, chat: ChatEncoder) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Add 1 "}, {"type": "text", "text": "and 2."}]},
+        {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+    ]  # fmt: skip
+    assert gateway.post(messages=messages, tools=TOOLS).status_code == 200
+    text = bytes_of(chat, gateway.engine.requests[0].prompt_ids)
+    for part in ("Be brief.", "Add 1 and 2.", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "3", '"add"'):
+        assert part in text
+    assert "None" not in text
+
+
+def bytes_of(chat: ChatEncoder, ids: tuple[int, ...]) -> str:
+    return chat.tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "missing"])
+def test_a_tool_call_without_content_is_normal_and_renders_the_same(gateway: Any, content: dict[str, Any]) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    history = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "tool_calls": [call], **content},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3"},
+    ]
+    plain = [*history[:1], {**history[1], "content": ""}, *history[2:]]
+    assert gateway.post(messages=history).status_code == 200
+    assert gateway.post(messages=plain).status_code == 200
+    first, second = gateway.engine.requests
+    assert first.prompt_ids == second.prompt_ids
+
+
+def test_our_own_answers_can_be_sent_back_as_the_client_holds_them(gateway: Any) -> None:
+    gateway.engine.script = lambda request: gateway.engine.answer(CALL)
+    message = gateway.openai.chat.completions.create(**gateway.body(tools=TOOLS)).choices[0].message
+    assert message.content is None
+    for sent in (message.model_dump(), message.model_dump(exclude_none=True)):
+        reply = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3"}
+        response = gateway.post(messages=[{"role": "user", "content": "Hi"}, sent, reply], tools=TOOLS)
+        assert response.status_code == 200, response.text
+
+
+def test_a_character_split_over_commits_arrives_whole(gateway: Any) -> None:
+    engine = gateway.engine
+    text = "naïve 🦊 日本語"
+    ids = engine.ids(text)
+    engine.script = lambda request: [*(engine.commit([id_]) for id_ in ids), *engine.answer()]
+    whole, _ = both(gateway)
+    assert whole.choices[0].message.content == text
+    with gateway.openai.chat.completions.create(**gateway.body(), stream=True) as stream:
+        pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
+    assert "".join(pieces) == text
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("offset", range(16))
+def test_a_stop_string_at_any_place_of_a_block_leaves_no_trace(gateway: Any, offset: int) -> None:
+    engine = gateway.engine
+    text = "0123456789abcdef"[:offset]
+    ids = engine.ids(f"ST, STO! {text}STOP")
+    for size in (1, 2, 3, 5, 16, 64):
+        cuts = [ids[start : start + size] for start in range(0, len(ids), size)]
+        commits = [engine.commit(cut) for cut in cuts[:-1]]
+        last = engine.commit(cuts[-1], finish_reason="stop", text_end=len(f"ST, STO! {text}"))
+        engine.script = lambda request, commits=commits, last=last: [*commits, last]
+        whole, _ = both(gateway, stop=["STOP", "never"])
+        assert whole.choices[0].message.content == f"ST, STO! {text}"
+        assert whole.choices[0].finish_reason == "stop"
+
+
+def test_text_that_only_began_like_a_stop_string_is_given_in_the_end(gateway: Any) -> None:
+    engine = gateway.engine
+    engine.script = lambda request: engine.answer("Hello ST", "O", finish="length")
+    whole, _ = both(gateway, stop="STOP")
+    assert whole.choices[0].message.content == "Hello STO"
+    assert whole.choices[0].finish_reason == "length"
+
+
+def test_text_is_held_back_no_longer_than_needed(gateway: Any) -> None:
+    engine = gateway.engine
+    engine.script = lambda request: engine.answer("Hello ST", "raw")
+    with gateway.openai.chat.completions.create(**gateway.body(), stream=True, stop="STOP") as stream:
+        pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
+    assert pieces == ["Hello ", "STraw"]
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+def test_tool_calls_arrive_complete_however_they_were_committed(gateway: Any, size: int) -> None:
+    engine = gateway.engine
+    ids = engine.ids(f"Let me see.\n{CALL}\n{CALL.replace('1', '7')}")
+    engine.script = lambda request: [
+        *(engine.commit(ids[start : start + size]) for start in range(0, len(ids), size)),
+        *engine.answer(),
+    ]
+    whole, _ = both(gateway, tools=TOOLS)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Let me see."
+    assert choice.message.tool_calls is not None
+    arguments = [json.loads(call.function.arguments) for call in choice.message.tool_calls]  # type: ignore[union-attr]
+    assert arguments == [{"a": 1, "b": [2, "é"]}, {"a": 7, "b": [2, "é"]}]
+    assert len({call.id for call in choice.message.tool_calls}) == 2
+
+
+def test_a_tool_call_in_the_very_last_commit_is_complete(gateway: Any) -> None:
+    engine = gateway.engine
+    engine.script = lambda request: [
+        engine.commit((*engine.ids(CALL), *engine.tokenizer.eos_ids), finish_reason="stop")
+    ]
+    whole, _ = both(gateway, tools=TOOLS)
+    assert essence(whole) == [(0, "assistant", None, [("add", '{"a": 1, "b": [2, "é"]}')], "tool_calls")]
+
+
+def test_a_tool_call_cut_off_by_length_says_so(gateway: Any) -> None:
+    engine = gateway.engine
+    engine.script = lambda request: engine.answer(CALL[:50], finish="length")
+    whole, _ = both(gateway, tools=TOOLS)
+    assert whole.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS, "tool_choice": "none"}])
+def test_without_tools_a_tool_call_is_text(gateway: Any, fields: dict[str, Any]) -> None:
+    gateway.engine.script = lambda request: gateway.engine.answer(CALL)
+    whole, _ = both(gateway, **fields)
+    assert essence(whole) == [(0, "assistant", CALL, [], "stop")]
+
+
+def test_choices_are_kept_apart(gateway: Any) -> None:
+    engine = gateway.engine
+    engine.script = lambda request: [
+        engine.commit(engine.ids("one "), 0),
+        engine.commit(engine.ids(CALL[:30]), 1),
+        *engine.answer("uno", choice=0),
+        engine.commit(engine.ids(CALL[30:]), 1),
+        *engine.answer(choice=2, finish="length"),
+        *engine.answer(choice=1),
+    ]
+    whole, _ = both(gateway, n=3, tools=TOOLS)
+    assert [choice.finish_reason for choice in whole.choices] == ["stop", "tool_calls", "length"]
+    assert [choice.message.content for choice in whole.choices] == ["one uno", None, ""]
+
+
+def test_usage_is_in_a_stream_only_when_asked_for_and_last(gateway: Any) -> None:
+    create = gateway.openai.chat.completions.create
+    assert all("usage" not in chunk.model_fields_set for chunk in create(**gateway.body(), stream=True))
+    *chunks, last = create(**gateway.body(), stream=True, stream_options={"include_usage": True})
+    assert all("usage" in chunk.model_fields_set and chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage.completion_tokens == 13
+
+
+@pytest.mark.parametrize("stream_options", [None, {"include_usage": True}])
+def test_statistics_come_when_asked_for_and_count_what_speculation_did(
+    gateway: Any, step: Any, stream_options: Any
+) -> None:
+    engine = gateway.engine
+    first, second = engine.ids("abcd"), engine.ids("ef")
+    dflash = DrafterVersion("dflash", "v7")
+    engine.script = lambda request: [
+        engine.commit(engine.ids("x"), cached_tokens=5, seed=77),
+        engine.commit(first, verify_step=step(first)),
+        engine.commit(second, verify_step=step(second, drafted=(1, 2, 3, 4), block_length=3, drafter=dflash)),
+        *engine.answer(),
+    ]
+    expected = {
+        "session_id": "s1",
+        "seed": 77,
+        "accept_length": {"committed_tokens": 6, "verify_steps": 2},
+        "drafted_tokens": 7,
+        "verified_tokens": 6,
+        "accepted_tokens": 4,
+        "cached_tokens": 5,
+        "drafters": [{"kind": "ngram", "version": "builtin"}, {"kind": "dflash", "version": "v7"}],
+    }
+    create = gateway.openai.with_options(default_headers={"X-Redraft-Session": "s1"}).chat.completions.create
+    asked = {"extra_body": {"redraft": {"return_statistics": True}}}
+    whole = create(**gateway.body(), **asked)
+    assert whole.redraft == expected
+    assert whole.usage.prompt_tokens_details.cached_tokens == 5
+    *chunks, last = create(**gateway.body(), stream=True, stream_options=stream_options, **asked)
+    assert last.redraft == expected
+    assert not any(hasattr(chunk, "redraft") for chunk in chunks)
+    assert not hasattr(create(**gateway.body()), "redraft")
+
+
+def test_ids_and_sessions_are_returned(gateway: Any) -> None:
+    post = gateway.http.post
+    headers = {"x-request-id": "mine-1", "x-redraft-session": "s1", "x-redraft-agent": "coder"}
+    for stream in (False, True):
+        response = post("/v1/chat/completions", json=gateway.body(stream=stream), headers=headers)
+        assert response.headers["x-request-id"] == "mine-1"
+        assert response.headers["x-redraft-session"] == "s1"
+        request = gateway.engine.requests[-1]
+        assert (request.session_id, request.agent_type) == ("s1", "coder")
+        assert request.request_id in response.text
+    forged = post("/v1/chat/completions", json=gateway.body(), headers={"x-request-id": "a b<script>"})
+    assert forged.headers["x-request-id"].startswith("req-")
+
+
+def test_models_are_listed_and_found(gateway: Any) -> None:
+    assert [model.id for model in gateway.openai.models.list()] == ["tiny"]
+    assert gateway.openai.models.retrieve("tiny").owned_by == "redraft"
+
+
+TEXT = st.text(max_size=12) | st.sampled_from([CALL, CALL[:40], "<tool", "_call>", "</tool_call>", "ST", "STO", "\n"])
+
+
+@given(st.data())
+def test_whole_and_streamed_answers_agree(chat: ChatEncoder, new_engine: Any, data: st.DataObject) -> None:
+    scripted = new_engine()
+    n = data.draw(st.integers(1, 3))
+    stop = data.draw(st.sampled_from([(), ("STOP",), ("\n", "STOP", "<tool_call>x")]))
+    commits: list[list[Commit]] = []
+    for choice in range(n):
+        text = "".join(data.draw(st.lists(TEXT, max_size=6)))
+        finish, text_end = data.draw(st.sampled_from(["stop", "length"])), None
+        ends = [at + len(string) for string in stop if (at := text.find(string)) >= 0]
+        if ends:
+            text = text[: min(ends)]
+            finish, text_end = "stop", min(at for string in stop if (at := text.find(string)) >= 0)
+        ids = [*scripted.ids(text), *(() if ends else chat.tokenizer.eos_ids)]
+        cuts = sorted(data.draw(st.lists(st.integers(0, len(ids) - 1), max_size=8)))
+        pieces = [ids[start:end] for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+        last = scripted.commit(pieces[-1], choice, finish_reason=finish, text_end=text_end)
+        commits.append([*(scripted.commit(piece, choice) for piece in pieces[:-1]), last])
+    turns = [commits[choice] for choice in range(n) for _ in commits[choice]]
+    order = data.draw(st.permutations(turns))
+    positions = {id(queue): iter(queue) for queue in commits}
+    script = [next(positions[id(queue)]) for queue in order]
+
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "n": n, "tools": TOOLS}
+    capabilities = asyncio.run(scripted.capabilities())
+    asked = parse_chat_request(json.dumps(body).encode(), capabilities)
+    request = GenerationRequest(
+        request_id="r", prompt_ids=(1,), stopping=StopConditions(max_tokens=9, strings=stop), n=n
+    )
+    scripted.script = lambda request: script
+
+    def answer() -> ChatAnswer:
+        completion = Completion(
+            scripted, request, chat.tokenizer, ServingMetrics(), tools=True, started=0, on_finish=lambda _: None
+        )
+        return ChatAnswer(completion, asked, capabilities)
+
+    async def chunks() -> list[ChatCompletionChunk]:
+        return [ChatCompletionChunk.model_validate_json(chunk) async for chunk in answer().chunks()]
+
+    whole = asyncio.run(answer().completed())
+    assert essence(whole) == essence(accumulate(asyncio.run(chunks())))
+    for choice, queue in zip(whole.choices, commits, strict=True):
+        said = chat.tokenizer.decode([id_ for commit in queue for id_ in commit.token_ids])[: queue[-1].text_end]
+        assert choice.message.tool_calls or (choice.message.content or "").strip() == said.strip()
