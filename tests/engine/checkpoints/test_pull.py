@@ -39,7 +39,7 @@ from redraft.engine.checkpoints import (
 )
 from redraft.engine.checkpoints.models import KnownModel
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.integration
 NAME = "tiny"
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE = 64, 4, 2, 96
 
@@ -163,7 +163,6 @@ def test_a_pull_makes_a_whole_checkpoint_and_says_where_it_came_from(known: Know
     assert not _left_behind(cache)
 
 
-@pytest.mark.integration
 def test_weights_and_tokens_equal_what_transformers_makes_of_the_gguf(
     known: KnownModel, gguf_file: Path, cache: Path, tmp_path: Path
 ) -> None:
