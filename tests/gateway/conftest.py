@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 import tokenizers
+import uvicorn
 from tokenizers import decoders, models, pre_tokenizers
 
 from redraft.engine.chat.encoding import ChatEncoder
@@ -156,7 +157,8 @@ def verify_step(committed: Iterable[int], **fields: Any) -> VerifyStep:
 class Running:
     """A served gateway, its engine, and clients of it."""
 
-    def __init__(self, port: int, engine: ScriptedEngine) -> None:
+    def __init__(self, port: int, engine: ScriptedEngine, server: uvicorn.Server) -> None:
+        self.server = server
         self.port = port
         self.engine = engine
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20)
@@ -189,7 +191,7 @@ def serving(app: Any, engine: ScriptedEngine) -> Iterator[Running]:
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
-    running = Running(sock.getsockname()[1], engine)
+    running = Running(sock.getsockname()[1], engine, server)
     try:
         yield running
     finally:
