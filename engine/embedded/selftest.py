@@ -1,4 +1,7 @@
-"""Proof at start, on the loaded weights, that a row's arithmetic does not depend on what shares its pass."""
+"""Proof at start, on the loaded weights, that a row's arithmetic does not depend on what shares its pass.
+
+Nor on the number of threads, so that these may change while requests run.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,10 @@ _PASSES = (((12,), _CROWD), ((8, 4), 0), ((2, 3, 7), 0), ((1, 5, 6), 0))
 def rows_are_invariant(target: Target, *, seed: int = 0) -> bool:
     """Whether rows decoded one by one, verified in blocks and prefilled in a crowd have equal bits.
 
-    Rows stand behind two contexts of random K/V, a short and a long one; logits and written K/V are compared.
+    Rows stand behind two contexts of random K/V, a short and a long one; logits and written K/V are compared. The rows
+    decoded one by one take one thread, the others all.
     """
+    threads = torch.get_num_threads()
     generator = torch.Generator().manual_seed(seed)
     longest = min(_LONG, target.config.context_length - _ROWS)
     own_slots = pages(longest + _ROWS)
@@ -33,7 +38,9 @@ def rows_are_invariant(target: Target, *, seed: int = 0) -> bool:
     blank = torch.empty(shape).normal_(generator=generator).to(target.dtype).to(target.device)
     tokens = torch.randint(target.config.vocab, (_ROWS + _CROWD,), generator=generator).to(target.device)
     for position in (_SHORT, longest):
+        torch.set_num_threads(1)
         expected = _run(target, blank, tokens, position, (1,) * _ROWS, crowd=0)
+        torch.set_num_threads(threads)
         for widths, crowd in _PASSES:
             found = _run(target, blank, tokens, position, widths, crowd=crowd)
             if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):

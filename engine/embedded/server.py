@@ -30,6 +30,7 @@ from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.linear import packed_supported
 from redraft.engine.embedded.model import Target
 from redraft.engine.embedded.selftest import rows_are_invariant
+from redraft.engine.embedded.threads import ThreadGovernor
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
 from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
@@ -70,7 +71,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     model = load_config(folder)
     validate(folder)
     device = _device(config)
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(_threads(config))
     dtype = torch.bfloat16
     if device.type == "cpu" and not packed_supported(device, dtype):
         dtype = torch.float32
@@ -121,6 +122,10 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     return core, capabilities
 
 
+def _threads(config: EngineConfig) -> int:
+    return config.threads or len(os.sched_getaffinity(0))
+
+
 def _device(config: EngineConfig) -> torch.device:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise EngineUnavailable("engine.device is cuda, but this torch sees no CUDA device; set it to cpu or auto")
@@ -131,8 +136,9 @@ def _device(config: EngineConfig) -> torch.device:
 class EngineServer:
     """Moves messages between the core's thread and the clients' thread."""
 
-    def __init__(self, core: EngineCore, capabilities: Capabilities, socket: Path) -> None:
+    def __init__(self, core: EngineCore, capabilities: Capabilities, socket: Path, threads: ThreadGovernor) -> None:
         self._core = core
+        self._threads = threads
         self._capabilities = capabilities
         self._socket = socket
         self._inbox: Inbox = SimpleQueue()
@@ -149,6 +155,7 @@ class EngineServer:
         thread.start()
         listening.wait()
         while self._take_messages():
+            self._threads.update()
             commits = self._core.step()
             self._health = self._measure()
             by_connection: dict[Connection, list[Commit]] = {}
@@ -272,4 +279,4 @@ def _unknown_drafter(version: DrafterVersion) -> str | None:
 def main(config: EngineConfig, socket: Path) -> None:
     """Load and serve; raises `EngineUnavailable` or `CheckpointError` with what is wrong and what to do."""
     core, capabilities = build_core(config)
-    EngineServer(core, capabilities, socket).run()
+    EngineServer(core, capabilities, socket, ThreadGovernor(_threads(config))).run()

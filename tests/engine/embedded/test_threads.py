@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redraft.engine.embedded import threads
+from redraft.engine.embedded.threads import ThreadGovernor, threads_for
+
+pytestmark = pytest.mark.unit
+
+
+@given(st.floats(0, 64), st.integers(1, 16), st.integers(1, 16))
+def test_threads_stay_between_one_and_the_limit_and_settle_at_once(others: float, current: int, limit: int) -> None:
+    current = min(current, limit)
+    chosen = threads_for(others, current, limit)
+    assert 1 <= chosen <= limit
+    assert threads_for(others, chosen, limit) == chosen
+    assert chosen == limit if others < threads.TAKE_BACK else chosen >= 1
+    assert chosen <= max(1, limit - 1) if others > threads.GIVE_UP else chosen == current or chosen > current
+
+
+def test_a_busy_neighbour_takes_a_thread_and_gives_it_back(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    clock = {"now": 1000.0, "busy": 0.0, "own": 0.0}
+    monkeypatch.setattr(threads.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(threads.time, "process_time", lambda: clock["own"])
+    monkeypatch.setattr(ThreadGovernor, "_busy_seconds", lambda self: clock["busy"])
+    before = torch.get_num_threads()
+    try:
+        governor = ThreadGovernor(2)
+        governor.update()
+        for others, expected in ((0.0, 2), (1.0, 1), (0.3, 1), (0.0, 2), (0.3, 2)):
+            clock["now"] += 1
+            clock["own"] += 2
+            clock["busy"] += 2 + others
+            governor.update()
+            assert governor.threads == torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_machine_without_proc_keeps_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_STAT", threads.Path("/nonexistent/stat"))
+    governor = ThreadGovernor(torch.get_num_threads())
+    monkeypatch.setattr(threads, "WINDOW_SECONDS", 0.0)
+    governor.update()
+    governor.update()
+    assert governor.threads == torch.get_num_threads()
