@@ -117,7 +117,7 @@ def turn(text: str, calls: tuple[tuple[str, str], ...], finish: str | None, resp
         usage.completion_tokens,
         usage.prompt_tokens,
         usage.prompt_tokens_details.cached_tokens,
-        response.model_extra["redraft"]["verified"],
+        response.model_extra["redraft"]["verified_tokens"],
     )
 
 

@@ -1,0 +1,74 @@
+"""The envelope every benchmark's result comes in, and the statistics they share."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+LOOPING_TOKENS = 60
+LOOPING_DISTINCT = 0.6
+
+
+def envelope(
+    name: str, method: str, metrics: Mapping[str, float | None], table: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "commit": _commit(),
+        "machine": _machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "method": method,
+        "metrics": {key: None if value is None else round(value, 4) for key, value in metrics.items()},
+        "table": list(table),
+    }
+
+
+def progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether an answer repeats itself: 60 tokens or more with fewer than 60 % distinct 8-grams.
+
+    >>> is_looping(list(range(100))), is_looping([1, 2, 3] * 40), is_looping([1] * 59)
+    (False, True, False)
+    """
+    if len(tokens) < LOOPING_TOKENS:
+        return False
+    grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
+    return len(set(grams)) < LOOPING_DISTINCT * len(grams)
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parent
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if dirty.strip() else "")
+
+
+def _machine() -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    fields = dict(
+        line.split(":", 1) for line in (cpuinfo.read_text() if cpuinfo.exists() else "").splitlines() if ":" in line
+    )
+    flags = next((value.split() for key, value in fields.items() if key.strip() == "flags"), [])
+    model = next((value.strip() for key, value in fields.items() if key.strip() == "model name"), platform.processor())
+    return {
+        "cpu": model,
+        "cores": len(os.sched_getaffinity(0)),
+        "bf16": [flag for flag in ("avx512_bf16", "amx_bf16") if flag in flags],
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
