@@ -44,10 +44,11 @@ def serve(loaded: LoadedConfig, deployment: Deployment, report: Callable[[State]
     deployment.effective_config.write_text(dump(effective))
     first = [listener]
     services = [
-        Service("engine", (*PROGRAM, "_engine", str(deployment.effective_config))),
+        Service("engine", (*PROGRAM, "_engine", str(deployment.effective_config)), grace=2),
         Service(
             "gateway",
             (*PROGRAM, "_gateway", str(deployment.effective_config)),
+            grace=6,
             listen=lambda: first.pop() if first else _listen(gateway.host, port),
         ),
     ]

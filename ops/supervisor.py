@@ -31,14 +31,14 @@ LOG_LIMIT = 16 << 20
 class Service:
     """A process to keep running.
 
-    ``listen`` makes the socket that the process serves; its descriptor is passed on as ``--listen-fd``. ``grace`` is
-    the seconds between being asked to stop and being killed.
+    ``grace`` is the seconds between being asked to stop and being killed. ``listen`` makes the socket that the
+    process serves; its descriptor is passed on as ``--listen-fd``.
     """
 
     name: str
     command: tuple[str, ...]
+    grace: float
     listen: Callable[[], socket.socket] | None = None
-    grace: float = 4.0
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def wait_gone(descriptor: int) -> None:
 
 
 async def test_a_killed_engine_comes_back_while_the_gateway_stays(tmp_path: Path) -> None:
-    run = Run(tmp_path, Service("engine", python(IDLE)), Service("gateway", python(IDLE)))
+    run = Run(tmp_path, Service("engine", python(IDLE), grace=5), Service("gateway", python(IDLE), grace=5))
     running = asyncio.create_task(run.supervisor.run())
     before = await run.until(ready)
     os.kill(pid_of(before, "engine"), signal.SIGKILL)
@@ -121,7 +121,7 @@ async def test_a_killed_engine_comes_back_while_the_gateway_stays(tmp_path: Path
 async def test_a_service_that_dies_at_the_start_ends_it_with_its_own_words(tmp_path: Path) -> None:
     dying = "import sys; sys.exit('error: model x is not here; fetch it')"
 
-    run = Run(tmp_path, Service("engine", python(dying)), Service("gateway", python(IDLE)))
+    run = Run(tmp_path, Service("engine", python(dying), grace=5), Service("gateway", python(IDLE), grace=5))
     with pytest.raises(CliError, match=r"engine: model x is not here; fetch it\n.*engine\.log"):
         await run.supervisor.run()
     assert run.states[-1].phase == "failed"
@@ -133,14 +133,14 @@ async def test_a_service_that_dies_at_the_start_ends_it_with_its_own_words(tmp_p
 async def test_words_of_an_earlier_run_are_not_blamed_on_this_one(tmp_path: Path) -> None:
     Deployment(tmp_path).log("engine").write_text("error: an old story\n")
 
-    run = Run(tmp_path, Service("engine", python("import os; os._exit(3)")))
+    run = Run(tmp_path, Service("engine", python("import os; os._exit(3)"), grace=5))
     with pytest.raises(CliError, match="engine: exit status 3"):
         await run.supervisor.run()
 
 
 async def test_a_start_that_never_gets_ready_is_given_up(tmp_path: Path) -> None:
     timing = Timing(probe=0.01, start_limit=0.05)
-    run = Run(tmp_path, Service("engine", python(IDLE)), probe=lambda run: False, timing=timing)
+    run = Run(tmp_path, Service("engine", python(IDLE), grace=5), probe=lambda run: False, timing=timing)
     with pytest.raises(CliError, match=r"not ready within 0\.05 s"):
         await run.supervisor.run()
     engine = run.states[-1].services["engine"].process
@@ -151,7 +151,7 @@ async def test_delays_between_restarts_grow_to_a_limit(tmp_path: Path) -> None:
     # Dies whenever its flag is there, which is from the moment the deployment was ready.
     flag = tmp_path / "die"
     code = f"import os, time\nprint('idle', flush=True)\nwhile not os.path.exists({str(flag)!r}): time.sleep(0.01)"
-    run = Run(tmp_path, Service("engine", python(code)))
+    run = Run(tmp_path, Service("engine", python(code), grace=5))
     running = asyncio.create_task(run.supervisor.run())
     await run.until(ready)
     flag.touch()
@@ -189,7 +189,7 @@ async def probe(): return True
 state = State(supervisor=identify(os.getpid()), phase="starting", url="", config="")
 report = lambda s: s.phase == "ready" and print(s.services["engine"].process.pid, flush=True)
 deployment = Deployment(Path({str(tmp_path)!r}))
-asyncio.run(Supervisor([Service("engine", {python(STUBBORN)!r})], deployment, state, probe, report).run())
+asyncio.run(Supervisor([Service("engine", {python(STUBBORN)!r}, grace=5)], deployment, state, probe, report).run())
 """
     with subprocess.Popen(python(code), stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout
@@ -229,7 +229,7 @@ while True:
         except OSError:
             return False
 
-    run = Run(tmp_path, Service("gateway", python(code), listen=listen), probe=answers)
+    run = Run(tmp_path, Service("gateway", python(code), grace=5, listen=listen), probe=answers)
     running = asyncio.create_task(run.supervisor.run())
     await run.until(ready)
     assert await asyncio.to_thread(ask, b"die") == b""
@@ -288,7 +288,7 @@ async def test_a_full_disk_does_not_stop_what_serves(tmp_path: Path, monkeypatch
     def full(deployment: Deployment, state: State) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    run = Run(tmp_path, Service("engine", python(IDLE)))
+    run = Run(tmp_path, Service("engine", python(IDLE), grace=5))
     running = asyncio.create_task(run.supervisor.run())
     before = await run.until(ready)
     monkeypatch.setattr(Deployment, "write", full)
@@ -301,4 +301,4 @@ async def test_a_full_disk_does_not_stop_what_serves(tmp_path: Path, monkeypatch
 async def test_a_full_disk_at_the_start_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state.json.new").mkdir()
     with pytest.raises(OSError, match=r"state\.json\.new"):
-        await Run(tmp_path, Service("engine", python(IDLE))).supervisor.run()
+        await Run(tmp_path, Service("engine", python(IDLE), grace=5)).supervisor.run()
