@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import msgspec
 
 from redraft.engine.protocol import EngineOverloaded, EngineUnavailable, RequestRefused
@@ -48,8 +50,11 @@ class InvalidRequest(ApiError):
         super().__init__(400, message, param=param, code=code)
 
 
-def as_api_error(exc: Exception, request_id: str) -> ApiError:
-    """The error a client is shown for ``exc``; of the unexpected it learns the request id only."""
+def as_api_error(exc: BaseException, request_id: str) -> ApiError:
+    """The error a client is shown for ``exc``; of the unexpected it learns the request id only.
+
+    A request is cancelled when the server stops and it did not end in time.
+    """
     match exc:
         case ApiError():
             return exc
@@ -59,6 +64,9 @@ def as_api_error(exc: Exception, request_id: str) -> ApiError:
             return ApiError(429, str(exc), kind="rate_limit_error", code="engine_overloaded", headers=_retry_after())
         case EngineUnavailable():
             return ApiError(503, str(exc), kind="server_error", code="engine_unavailable", headers=_retry_after())
+        case asyncio.CancelledError():
+            message = "The server is shutting down; send the request again."
+            return ApiError(503, message, kind="server_error", code="shutting_down", headers=_retry_after())
         case _:
             message = f"The server failed on this request; its log has the details under request id {request_id}."
             return ApiError(500, message, kind="server_error", code="internal_error")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import uuid
@@ -52,13 +53,13 @@ class RequestMiddleware:
                 await self._app(scope, receive, send_named)
         except ClientDisconnected:
             status = CLIENT_CLOSED
-        except Exception as exc:
+        except (Exception, asyncio.CancelledError) as exc:
             error = as_api_error(exc, request_id)
             if error.status == 500:
                 log.exception("request %s failed", request_id)
-            if status:
+            if not status:
+                await JSONResponse(error.body, error.status, error.headers)(scope, receive, send_named)
+            elif isinstance(exc, Exception):
                 raise
-            response = JSONResponse(error.body, error.status, error.headers)
-            await response(scope, receive, send_named)
         finally:
             self._metrics.count_request(getattr(scope.get("route"), "path", "unmatched"), status)

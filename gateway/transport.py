@@ -78,9 +78,9 @@ async def _hangup(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events from a generator of JSON texts, which is closed as soon as the client hangs up.
 
-    Headers wait for the first event, so that an error before it is an ordinary HTTP error; a later one is sent as an
-    event of its own. ``[DONE]`` follows only a stream that ended well. Needs nothing of the ASGI spec version: a
-    hang-up is a ``http.disconnect`` message (2.3) or an OSError out of ``send`` (2.4).
+    Headers wait for the first event, so that an error before it is an ordinary HTTP error; a later one, the server's
+    own end included, is sent as an event. ``[DONE]`` follows only a stream that ended well. Works under any ASGI spec
+    version: a hang-up is a ``http.disconnect`` message (2.3) or an OSError out of ``send`` (2.4).
     """
 
     media_type = "text/event-stream"
@@ -111,7 +111,7 @@ class EventStream(Response):
                 last = b"[DONE]"
             except ClientDisconnected:
                 raise
-            except Exception as exc:
+            except (Exception, asyncio.CancelledError) as exc:
                 error = as_api_error(exc, self._request_id)
                 if error.status == 500:
                     log.exception("request %s failed while streaming", self._request_id)

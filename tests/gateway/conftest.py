@@ -157,8 +157,9 @@ def verify_step(committed: Iterable[int], **fields: Any) -> VerifyStep:
 class Running:
     """A served gateway, its engine, and clients of it."""
 
-    def __init__(self, port: int, engine: ScriptedEngine, server: uvicorn.Server) -> None:
+    def __init__(self, port: int, engine: ScriptedEngine, server: uvicorn.Server, thread: threading.Thread) -> None:
         self.server = server
+        self.thread = thread
         self.port = port
         self.engine = engine
         self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20)
@@ -191,7 +192,7 @@ def serving(app: Any, engine: ScriptedEngine) -> Iterator[Running]:
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
-    running = Running(sock.getsockname()[1], engine, server)
+    running = Running(sock.getsockname()[1], engine, server, thread)
     try:
         yield running
     finally:

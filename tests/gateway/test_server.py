@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -63,6 +64,32 @@ def test_a_running_answer_ends_before_the_server_does(serve: Any) -> None:
         text = response.read().decode()
     assert "there." in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_an_answer_that_does_not_end_in_time_is_told_so(
+    serve: Any, hang: object, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redraft.gateway.server.GRACEFUL_SECONDS", 0.05)
+    gateway = serve()
+    engine = gateway.engine
+    engine.script = lambda request: [engine.commit(engine.ids("Hello ")), hang]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(gateway.post, stream=stream)
+        assert engine.hanging.wait(10)
+        gateway.server.should_exit = True
+        response = answer.result(20)
+    assert "shutting_down" in response.text
+    assert "[DONE]" not in response.text
+    assert response.status_code == (200 if stream else 503)
+    assert engine.closed.is_set()
+
+
+def test_the_engine_is_closed_when_the_server_stops(serve: Any) -> None:
+    gateway = serve()
+    gateway.server.should_exit = True
+    gateway.thread.join(20)
+    assert gateway.engine.shut
 
 
 SCRIPT = """
