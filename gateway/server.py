@@ -9,7 +9,7 @@ import socket
 import uvicorn
 from starlette.types import ASGIApp
 
-GRACEFUL_SECONDS = 10
+GRACEFUL_SECONDS = 5
 
 
 class AddressUnavailable(Exception):
@@ -60,6 +60,6 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
 
 
 def serve(app: ASGIApp, sock: socket.socket) -> None:
-    """Serve ``app`` on a bound socket until SIGTERM or SIGINT; running answers get ten seconds to end."""
+    """Serve ``app`` on a bound socket until SIGTERM or SIGINT; running answers get ``GRACEFUL_SECONDS`` to end."""
     with sock, contextlib.suppress(KeyboardInterrupt):
         make_server(app).run(sockets=[sock])
