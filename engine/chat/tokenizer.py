@@ -41,13 +41,11 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``; control tokens written in it are recognised, none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._tokenizer, text)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Token ids of ``text`` as nothing but text: a control token written in it stays a run of characters."""
-        ids: list[int] = self._ordinary.encode(text, add_special_tokens=False).ids
-        return ids
+        return _encode(self._ordinary, text)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` without control tokens; bytes that are no UTF-8 become U+FFFD."""
@@ -62,6 +60,12 @@ class Tokenizer:
         tokenizer = _load(self._definition)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+    """A batch of one, because only batches let other threads run meanwhile; megabytes take seconds."""
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return ids
 
 
 def _load(definition: str) -> tokenizers.Tokenizer:

@@ -22,7 +22,7 @@ from redraft.engine.types import (
     SpeculationScope,
 )
 
-_LOST = EngineUnavailable("the engine went away; it restarts by itself, try again in a moment")
+_LOST = "the engine went away; it restarts by itself, try again in a moment"
 
 
 class EmbeddedEngine:
@@ -126,10 +126,10 @@ class EmbeddedEngine:
             self._writer = None
             writer.close()
             for stream in self._streams.values():
-                stream.put_nowait(_LOST)
+                stream.put_nowait(EngineUnavailable(_LOST))
             for future in self._calls.values():
                 if not future.done():
-                    future.set_exception(_LOST)
+                    future.set_exception(EngineUnavailable(_LOST))
 
     def _dispatch(self, message: wire.FromEngine) -> None:
         match message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,14 +12,11 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
-from torch import Tensor
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.chat.messages import Message, Tool
 from redraft.engine.config import EngineConfig
-from redraft.engine.embedded import core, server
-from redraft.engine.embedded.core import EngineCore, Running
-from redraft.engine.embedded.sampler import sample
+from redraft.engine.embedded import server
 from redraft.ops.bench.bfcl import AgentSession, sessions
 from redraft.ops.bench.deployment import running
 
@@ -176,36 +174,18 @@ def test_twenty_agent_sessions_answer_the_same_with_and_without_speculation_stre
     assert all(t.cached_tokens > 0.5 * t.prompt_tokens for t in later), "a second turn reuses the first one's prefix"
 
 
-def order_dependent_noise(config: EngineConfig, socket: Path) -> None:
-    """Planted fault: sampling noise follows the order of calls, not the token's position."""
-    calls = iter(range(10**9))
-
-    def wrong(logits: Tensor, params: Any, *, seed: int, choice: int, position: int) -> int:
-        return sample(logits, params, seed=seed, choice=choice, position=next(calls))
-
-    core.sample = wrong
-    server.main(config, socket)
-
-
-def trusted_drafts(config: EngineConfig, socket: Path) -> None:
-    """Planted fault: the first drafted token is taken whatever the target says."""
-    original = EngineCore._choose
-
-    def wrong(self: EngineCore, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
-        drafting = sequence.draft is not None and sequence.request.speculation and position == len(sequence.tokens)
-        proposed = sequence.draft.propose(1).tokens if drafting and sequence.draft else ()
-        return proposed[0] if proposed else original(self, sequence, logits, arg_max, position)
-
-    EngineCore._choose = wrong  # type: ignore[method-assign]
-    server.main(config, socket)
-
-
 @pytest.mark.parametrize(
-    ("fault", "sampling"), [(order_dependent_noise, SAMPLED), (trusted_drafts, GREEDY)], ids=["sampler", "acceptance"]
+    ("fault", "sampling"),
+    [("order_dependent_noise", SAMPLED), ("trusted_drafts", GREEDY)],
+    ids=["sampler", "acceptance"],
 )
-def test_a_planted_fault_is_caught_by_the_same_comparison(smollm2: Path, fault: Any, sampling: dict[str, Any]) -> None:
+def test_a_planted_fault_is_caught_by_the_same_comparison(
+    smollm2: Path, monkeypatch: pytest.MonkeyPatch, fault: str, sampling: dict[str, Any]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    faults = importlib.import_module("planted_faults")
     scenarios = short_scenarios(smollm2, 3)
-    with deployed(fault) as url:
+    with deployed(getattr(faults, fault)) as url:
         plain = asyncio.run(play(url, scenarios, Variant(sampling, speculation=False)))
         drafted = asyncio.run(play(url, scenarios, Variant(sampling), plain))
     assert seen(drafted) != seen(plain)
