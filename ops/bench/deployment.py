@@ -39,7 +39,9 @@ async def running(
         engine = EmbeddedEngine(engine_socket)
         try:
             async with asyncio.timeout(START_SECONDS):
-                while not (await engine.health()).ready:  # noqa: ASYNC110
+                while not (await engine.health()).ready:
+                    if not all(process.is_alive() for process in processes):
+                        raise RuntimeError("the engine or the gateway ended while starting; see its message above")
                     await asyncio.sleep(0.1)
             yield engine, f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
