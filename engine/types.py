@@ -30,14 +30,19 @@ class Principal(Struct, frozen=True):
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen from the target's logits; ``temperature`` 0 is greedy.
 
-    ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 leave the distribution as it is. ``seed`` None lets the engine draw
-    one; equal seeds give equal answers with any drafter, block length and batch.
+    ``top_k`` 0, ``top_p`` 1, ``min_p`` 0, presence and frequency penalty 0 and repetition penalty 1 leave the
+    distribution as it is. ``logit_bias`` pairs token ids with what is added to their logits. ``seed`` None lets the
+    engine draw one; equal seeds give equal answers with any drafter, block length and batch.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
 
     @property
@@ -54,14 +59,26 @@ class StopConditions(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
 
 
+class Constraint(Struct, frozen=True):
+    """What an answer may consist of: one JSON value of a JSON schema, or a string of a Lark grammar (llguidance's)."""
+
+    kind: Literal["json_schema", "lark"]
+    text: str
+
+
 class GenerationRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One prompt, in token ids, and everything that decides its answers; ``n`` asks for that many choices."""
+    """One prompt, in token ids, and everything that decides its answers; ``n`` asks for that many choices.
+
+    ``logprobs`` asks for each committed token's log-probability and that many of the most likely alternatives.
+    """
 
     request_id: str
     prompt_ids: tuple[int, ...]
     stopping: StopConditions
     sampling: SamplingParams = SamplingParams()
     n: int = 1
+    logprobs: int | None = None
+    constraint: Constraint | None = None
     speculation: bool = True
     principal: Principal = Principal()
     agent_type: str = "default"
@@ -106,11 +123,22 @@ class VerifyStep(Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class TokenLogprob(Struct, frozen=True):
+    """Log-probability of a committed token in the target's own distribution, and the most likely (id, log p) there.
+
+    The distribution is the softmax of the target's logits, before bias, penalties, temperature, filters and grammar.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
 class Commit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token ids that became output, and the verify step that committed them (None for the token prefill samples).
 
     The last commit of a choice carries ``finish_reason``. ``text_end`` is set when a stop string ended the answer:
-    the length in characters of the answer's text before the stop string.
+    the length in characters of the answer's text before the stop string. ``logprobs`` stand beside ``token_ids`` where
+    the request asked for them.
     """
 
     request_id: str
@@ -119,6 +147,7 @@ class Commit(Struct, frozen=True, kw_only=True, omit_defaults=True):
     verify_step: VerifyStep | None = None
     finish_reason: FinishReason | None = None
     text_end: int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
     cached_tokens: int = 0
     seed: int | None = None
 

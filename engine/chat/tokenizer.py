@@ -18,7 +18,7 @@ class Tokenizer:
     """A checkpoint's ``tokenizer.json``; ``special_tokens`` maps its control tokens to their ids."""
 
     def __init__(self, definition: str, eos_ids: tuple[int, ...] = ()) -> None:
-        self._definition = definition
+        self.definition = definition
         self._tokenizer = _load(definition)
         self.eos_ids = eos_ids
         self.special_tokens: dict[str, int] = {
@@ -57,7 +57,7 @@ class Tokenizer:
 
     @cached_property
     def _ordinary(self) -> tokenizers.Tokenizer:
-        tokenizer = _load(self._definition)
+        tokenizer = _load(self.definition)
         tokenizer.encode_special_tokens = True
         return tokenizer
 

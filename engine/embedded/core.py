@@ -11,16 +11,17 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from redraft.engine.chat.grammar import GrammarCompiler, Matcher
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.drafters.base import Drafter, DraftState, Proposal
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.cache import CachedSequence, PrefixCache, pages
 from redraft.engine.embedded.model import Target
-from redraft.engine.embedded.sampler import sample
+from redraft.engine.embedded.sampler import TokenChooser, token_logprob
 from redraft.engine.embedded.stopping import StopChecker
 from redraft.engine.policy.base import BlockLengthPolicy
 from redraft.engine.protocol import EngineOverloaded, RequestRefused
-from redraft.engine.types import Commit, FinishReason, GenerationRequest, SpeculationScope, VerifyStep
+from redraft.engine.types import Commit, FinishReason, GenerationRequest, SpeculationScope, TokenLogprob, VerifyStep
 
 PREFILL_ROWS = 192
 """Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
@@ -39,6 +40,7 @@ class Running:
     kv: CachedSequence
     cached_tokens: int
     tokens: list[int]
+    chooser: TokenChooser
     stop: StopChecker
     draft: DraftState | None = None
 
@@ -88,6 +90,7 @@ class EngineCore:
         self.cache = PrefixCache(cache_tensor)
         self._identity = identity
         self._tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, target.config.vocab)
         self._eos_ids = frozenset(target.config.eos_ids)
         self._context_length = context_length
         self.drafter = drafter
@@ -183,6 +186,13 @@ class EngineCore:
                 f"{self._context_length} tokens",
                 "max_tokens",
             )
+        if request.constraint is not None:
+            if request.stopping.ignore_eos:
+                raise RequestRefused("ignore_eos would run past the end of a constrained answer", "ignore_eos")
+            try:
+                self._matcher(request)
+            except ValueError as error:
+                raise RequestRefused(f"the grammar of the answer is wrong: {error}") from error
         if pages(prompt + answer) > self.cache.slots:
             raise RequestRefused(
                 f"{prompt} prompt tokens and {answer} answer tokens do not fit the K/V budget of "
@@ -198,17 +208,34 @@ class EngineCore:
             if kv is None:
                 return
             self.waiting.popleft()
-            stop = StopChecker(request.stopping, self._eos_ids, self._tokenizer)
-            self.running.append(Running(request, choice, seed, kv, kv.length, list(request.prompt_ids), stop))
+            self.running.append(
+                Running(
+                    request,
+                    choice,
+                    seed,
+                    kv,
+                    kv.length,
+                    list(request.prompt_ids),
+                    TokenChooser(
+                        request.sampling, request.prompt_ids, seed=seed, choice=choice, matcher=self._matcher(request)
+                    ),
+                    StopChecker(request.stopping, self._eos_ids, self._tokenizer),
+                )
+            )
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        return None if request.constraint is None else self._grammars.matcher(request.constraint)
 
     def _draft_blocks(self) -> list[Block]:
         decoding = [sequence for sequence in self.running if not sequence.prefilling]
         proposals = [self._propose(sequence) for sequence in decoding]
         lengths = self._policy.block_lengths(proposals)
-        return [
-            Block(sequence, (sequence.tokens[-1], *proposal.tokens[:length]), proposal)
-            for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True)
-        ]
+        blocks = []
+        for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
+            drafted = proposal.tokens[:length]
+            drafted = drafted[: sequence.chooser.allowed(drafted)]
+            blocks.append(Block(sequence, (sequence.tokens[-1], *drafted), proposal))
+        return blocks
 
     def _propose(self, sequence: Running) -> Proposal:
         if sequence.draft is None or not self._speculates(sequence.request):
@@ -271,14 +298,14 @@ class EngineCore:
         self.cache.extend(sequence.kv, block.tokens)
         if not arg_max:
             return None
-        token = self._choose(sequence, logits[0], arg_max[0], len(sequence.tokens))
+        token = sequence.chooser.choose(logits[0], arg_max[0], len(sequence.tokens))
         finish = sequence.stop.push(token)
         sequence.tokens.append(token)
         sequence.draft = self.drafter.start(sequence.tokens) if self.drafter else None
         if sequence.choice == 0:
             choices = range(1, sequence.request.n)
             self.waiting.extendleft((sequence.request, choice, sequence.seed) for choice in reversed(choices))
-        return self._commit(sequence, (token,), finish, None)
+        return self._commit(sequence, (token,), logits, finish, None)
 
     def _verify(self, block: Block, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit:
         """Commit the drafted tokens the target agrees with and its own next token, up to a stop."""
@@ -289,7 +316,7 @@ class EngineCore:
         finish: FinishReason | None = None
         while finish is None:
             index = len(committed)
-            token = self._choose(sequence, logits[index], arg_max[index], position + 1 + index)
+            token = sequence.chooser.choose(logits[index], arg_max[index], position + 1 + index)
             committed.append(token)
             finish = sequence.stop.push(token)
             if index == len(drafted) or drafted[index] != token:
@@ -320,16 +347,15 @@ class EngineCore:
             target=self._identity,
             cached_tokens=sequence.cached_tokens,
         )
-        return self._commit(sequence, tuple(committed), finish, step)
-
-    def _choose(self, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
-        sampling = sequence.request.sampling
-        if sampling.mode == "greedy":
-            return arg_max
-        return sample(logits, sampling, seed=sequence.seed, choice=sequence.choice, position=position)
+        return self._commit(sequence, tuple(committed), logits, finish, step)
 
     def _commit(
-        self, sequence: Running, tokens: tuple[int, ...], finish: FinishReason | None, step: VerifyStep | None
+        self,
+        sequence: Running,
+        tokens: tuple[int, ...],
+        logits: Tensor,
+        finish: FinishReason | None,
+        step: VerifyStep | None,
     ) -> Commit:
         if finish is not None:
             self._finish(sequence)
@@ -340,6 +366,7 @@ class EngineCore:
             verify_step=step,
             finish_reason=finish,
             text_end=sequence.stop.text_end,
+            logprobs=_logprobs(sequence.request, tokens, logits),
             cached_tokens=sequence.cached_tokens,
             seed=sequence.seed,
         )
@@ -349,3 +376,9 @@ class EngineCore:
         self.cache.release(sequence.kv)
         if sequence.request.request_id not in self.request_ids:
             self._switched_off.discard(SpeculationScope("request", sequence.request.request_id))
+
+
+def _logprobs(request: GenerationRequest, tokens: tuple[int, ...], logits: Tensor) -> tuple[TokenLogprob, ...] | None:
+    if request.logprobs is None:
+        return None
+    return tuple(token_logprob(row, token, request.logprobs) for row, token in zip(logits, tokens, strict=False))

@@ -36,7 +36,10 @@ from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavail
 from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
 
 PARAMETERS = frozenset(
-    {"temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop", "stop_token_ids", "ignore_eos", "n"}
+    {
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("logit_bias", "seed", "n", "max_tokens", "stop", "stop_token_ids", "ignore_eos"),
+    }
 )
 
 MAX_UNREAD_BYTES = 16 << 20
@@ -113,8 +116,8 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         max_prompt_tokens=core.max_tokens_per_request - 1,
         lossless="tolerant" if lossless == "tolerant" else "invariant",
         parameters=PARAMETERS,
-        constrained_decoding=False,
-        logprobs=False,
+        constrained_decoding=True,
+        logprobs=True,
         hot_swap=False,
         telemetry=True,
         draft_prob=False,

@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor
 
 from redraft.engine.drafters.base import Proposal
-from redraft.engine.embedded import core as core_module
 from redraft.engine.embedded import sampler
-from redraft.engine.embedded.core import EngineCore, Running
+from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.sampler import TokenChooser
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.protocol import EngineOverloaded, RequestRefused
 from redraft.engine.types import (
@@ -146,24 +146,31 @@ def is_lossless(make_core: MakeCore, sampling: SamplingParams) -> bool:
 def test_a_sampler_that_ignores_the_position_is_caught(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted fault: noise drawn in the order of calls instead of by position."""
     calls = iter(range(10**9))
-
-    def wrong(logits: Tensor, params: SamplingParams, *, seed: int, choice: int, position: int) -> int:
-        return sampler.sample(logits, params, seed=seed, choice=choice, position=next(calls))
-
-    monkeypatch.setattr(core_module, "sample", wrong)
+    noise_key = sampler.noise_key
+    monkeypatch.setattr(sampler, "noise_key", lambda seed, choice, position: noise_key(seed, choice, next(calls)))
     assert not is_lossless(make_core, SAMPLINGS[1])
 
 
-def test_a_sampler_that_is_greedy_only_while_verifying_is_caught(
-    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = EngineCore._choose
+def test_a_verifier_that_is_always_greedy_is_caught(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted fault: rows behind drafted tokens are taken greedily even where the request samples."""
+    choose = TokenChooser.choose
 
-    def wrong(self: EngineCore, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
-        drafting = sequence.draft is not None and sequence.request.speculation
-        return arg_max if drafting else original(self, sequence, logits, arg_max, position)
+    def wrong(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:
+        return arg_max if is_verifying else choose(self, logits, arg_max, position)
 
-    monkeypatch.setattr(EngineCore, "_choose", wrong)
+    verify = EngineCore._verify
+    is_verifying = False
+
+    def watched(self: EngineCore, block: Any, *rest: Any) -> Commit:
+        nonlocal is_verifying
+        is_verifying = len(block.tokens) > 1
+        try:
+            return verify(self, block, *rest)
+        finally:
+            is_verifying = False
+
+    monkeypatch.setattr(TokenChooser, "choose", wrong)
+    monkeypatch.setattr(EngineCore, "_verify", watched)
     assert not is_lossless(make_core, SAMPLINGS[1])
 
 
@@ -172,14 +179,18 @@ def test_an_acceptance_rule_that_trusts_the_drafter_is_caught(
     make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
 ) -> None:
     """Planted fault: a drafted token is taken whatever the target says."""
-    original = EngineCore._choose
+    verify, choose = EngineCore._verify, TokenChooser.choose
+    drafted: list[int] = []
 
-    def wrong(self: EngineCore, sequence: Running, logits: Tensor, arg_max: int, position: int) -> int:
-        drafted = sequence.draft.proposed if isinstance(sequence.draft, ScriptedState) else ()
-        index = position - len(sequence.tokens)
-        return drafted[index] if index < len(drafted) else original(self, sequence, logits, arg_max, position)
+    def watched(self: EngineCore, block: Any, *rest: Any) -> Commit:
+        drafted[:] = reversed(block.tokens[1:])
+        return verify(self, block, *rest)
 
-    monkeypatch.setattr(EngineCore, "_choose", wrong)
+    def wrong(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:
+        return drafted.pop() if drafted else choose(self, logits, arg_max, position)
+
+    monkeypatch.setattr(EngineCore, "_verify", watched)
+    monkeypatch.setattr(TokenChooser, "choose", wrong)
     assert not is_lossless(make_core, sampling)
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.engine.embedded.sampler import filtered, sample
+from redraft.engine.embedded.sampler import TokenChooser, filtered
 from redraft.engine.types import SamplingParams
 from redraft.kernels.gumbel import gumbel, noise_key
 
@@ -22,7 +22,8 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
 def test_sampled_frequencies_follow_the_target_distribution(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
     params = SamplingParams(temperature=temperature)
-    draws = [sample(logits, params, seed=7, choice=0, position=position) for position in range(6000)]
+    chooser = TokenChooser(params, (), seed=7, choice=0, matcher=None)
+    draws = [chooser.choose(logits, 0, position) for position in range(6000)]
     probabilities = torch.softmax(logits.double() / temperature, 0).numpy()
     assert chi_square(np.bincount(draws, minlength=5), probabilities) < 23.5, "beyond the 0.9999 quantile, 4 d.o.f."
 

@@ -1,0 +1,85 @@
+"""What an answer may consist of: JSON of a schema, or tool calls, as grammars for llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import llguidance
+
+from redraft.engine.chat.messages import Tool
+from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.types import Constraint
+
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""One way to write each value, as models write it; free white space invites endless runs of it."""
+
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+def json_constraint(schema: Mapping[str, Any] = _ANY_OBJECT) -> Constraint:
+    """Exactly one JSON value of ``schema``; any object by default."""
+    return Constraint("json_schema", json.dumps(schema))
+
+
+def tool_call_constraint(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
+    """One Hermes call of one of ``tools``, or one and more if ``parallel``, with arguments of the tool's schema."""
+    choices = " | ".join(f"tool_{index}" for index in range(len(tools)))
+    rules = [
+        r'start: call ("\n" call)*' if parallel else "start: call",
+        rf'call: "<tool_call>\n" ({choices}) "\n</tool_call>"',
+    ]
+    for index, tool in enumerate(tools):
+        begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
+        rules.append(f'tool_{index}: {json.dumps(begin)} arguments_{index} "}}"')
+        rules.append(f"arguments_{index}: %json {json.dumps(_styled(tool.parameters or _ANY_OBJECT))}")
+    return Constraint("lark", "\n".join(rules))
+
+
+def problem_with(constraint: Constraint) -> str | None:
+    """What is wrong with a constraint's grammar, in words, or None."""
+    try:
+        return llguidance.LLMatcher.validate_grammar(_grammar(constraint)) or None
+    except ValueError as error:
+        return str(error)
+
+
+class Matcher(Protocol):
+    """Where an answer stands in its grammar (llguidance's ``LLMatcher``)."""
+
+    def consume_token(self, sampled_token: int) -> bool: ...
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        """How many of these tokens, from the first, may come next."""
+        ...
+
+    def compute_logit_bias(self) -> bytes:
+        """One byte a token id: 0 where it may not come next."""
+        ...
+
+
+class GrammarCompiler:
+    """Makes matchers for one tokenizer whose logits cover ``vocab_size`` ids."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = llguidance.LLTokenizer(
+            tokenizer.definition, n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids)
+        )
+
+    def matcher(self, constraint: Constraint) -> Matcher:
+        """A matcher at the beginning of an answer; raises ValueError with what is wrong with the grammar."""
+        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+
+def _grammar(constraint: Constraint) -> str:
+    if constraint.kind == "lark":
+        return llguidance.LLMatcher.grammar_from_lark(constraint.text)
+    return llguidance.LLMatcher.grammar_from_json_schema(constraint.text, overrides=_JSON_STYLE)
+
+
+def _styled(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **_JSON_STYLE}}
