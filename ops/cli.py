@@ -11,7 +11,7 @@ import typer
 
 from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.protocol import EngineError
-from redraft.ops.commands import bench, chat, config, doctor, lifecycle, models
+from redraft.ops.commands import bench, chat, config, doctor, lifecycle, models, speculation
 from redraft.ops.errors import CliError
 
 app = typer.Typer(
@@ -34,6 +34,7 @@ app.command(rich_help_panel=SERVE)(lifecycle.status)
 app.command(rich_help_panel=SERVE)(lifecycle.logs)
 app.command(rich_help_panel=USE)(chat.chat)
 app.add_typer(models.app, name="models", rich_help_panel=USE)
+app.command(rich_help_panel=LOOK)(speculation.speculation)
 app.command(rich_help_panel=LOOK)(doctor.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(bench.bench)

@@ -129,6 +129,32 @@ def test_the_readmes_example_runs(shell: Shell) -> None:
     assert len(done.stdout.split()) > 5
 
 
+def statistics(shell: Shell) -> dict[str, int]:
+    prompt = "Repeat this: the quick brown fox jumps over the lazy dog, the quick brown fox jumps over the lazy dog."
+    body = {
+        "model": "smollm2-135m",
+        "messages": [{"role": "user", "content": prompt}],
+        "temperature": 0,
+        "max_tokens": 40,
+        "redraft": {"return_statistics": True},
+    }
+    answer = httpx.post(f"{shell.state().url}/v1/chat/completions", json=body, timeout=60, trust_env=False)
+    found: dict[str, int] = answer.raise_for_status().json()["redraft"]
+    return found
+
+
+def test_the_kill_switch_stops_drafting_at_once_and_lets_it_start_again(shell: Shell) -> None:
+    assert statistics(shell)["drafted_tokens"] > 0
+    for scope in ([], ["--tenant", "default"]):
+        assert shell.run("speculation", "off", *scope).returncode == 0
+        assert statistics(shell)["drafted_tokens"] == 0
+        assert shell.run("speculation", "on", *scope).returncode == 0
+        assert statistics(shell)["drafted_tokens"] > 0
+    both = shell.run("speculation", "off", "--tenant", "a", "--request", "b")
+    assert both.returncode == 2
+    assert "exclude each other" in both.stderr
+
+
 def test_a_killed_engine_comes_back_while_the_gateway_answers(shell: Shell) -> None:
     before = shell.state()
     engine = before.services["engine"].process

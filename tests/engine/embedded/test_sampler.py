@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from redraft.engine.embedded.sampler import TokenChooser, filtered
+from redraft.engine.embedded.sampler import TokenChooser, filtered, token_logprob
 from redraft.engine.types import SamplingParams
 from redraft.kernels.gumbel import gumbel, noise_key
 
@@ -90,3 +92,76 @@ def test_the_nucleus_is_right_when_it_is_wider_than_the_first_candidates() -> No
     kept = int(ramp.isfinite().sum())
     probabilities = torch.softmax(torch.linspace(0, 0.1, 5000).double(), 0).flip(0).cumsum(0)
     assert abs(kept - int((probabilities < 0.5).sum()) - 1) <= 2
+
+
+def chosen(
+    params: SamplingParams, logits: Sequence[float], taken: Sequence[int] = (), prompt: Sequence[int] = ()
+) -> int:
+    """The greedy choice after ``taken`` were chosen."""
+    chooser = TokenChooser(params, prompt, seed=0, choice=0, matcher=None)
+    for token in taken:
+        forced = torch.full((len(logits),), -100.0)
+        forced[token] = 100.0
+        assert chooser.choose(forced, token, 0) == token
+    row = torch.tensor(logits)
+    return chooser.choose(row, int(row.argmax()), len(taken))
+
+
+def test_bias_is_added_to_the_logits() -> None:
+    assert chosen(SamplingParams(temperature=0, logit_bias=((2, 1.5),)), [3.0, 0.0, 2.0]) == 2
+    assert chosen(SamplingParams(temperature=0, logit_bias=((0, -100.0),)), [3.0, 0.0, 2.0]) == 2
+
+
+def test_presence_and_frequency_penalties_count_the_answer_and_not_the_prompt() -> None:
+    presence = SamplingParams(temperature=0, presence_penalty=1.0)
+    assert chosen(presence, [3.0, 2.5, 0.0], prompt=[0]) == 0
+    assert chosen(presence, [3.0, 2.5, 0.0], taken=[0]) == 1
+    assert chosen(presence, [4.5, 2.5, 0.0], taken=[0, 0, 0]) == 0, "presence does not grow with the count"
+    frequency = SamplingParams(temperature=0, frequency_penalty=1.0)
+    assert chosen(frequency, [4.5, 2.5, 0.0], taken=[0]) == 0
+    assert chosen(frequency, [4.5, 2.5, 0.0], taken=[0, 0, 0]) == 1
+
+
+def test_repetition_penalty_divides_what_is_likely_and_multiplies_what_is_not_in_prompt_and_answer() -> None:
+    penalty = SamplingParams(temperature=0, repetition_penalty=2.0)
+    assert chosen(penalty, [3.0, 2.0, 1.0], prompt=[0]) == 1
+    assert chosen(penalty, [3.0, 2.0, 1.0], taken=[0], prompt=[1]) == 0, "1.5, 1.0 and 1.0 are left"
+    assert chosen(penalty, [-1.0, -1.5, -3.0], prompt=[0]) == 1
+
+
+def test_log_probabilities_are_the_targets_own_and_sum_to_one() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.5, -1.0])
+    found = token_logprob(logits, token=2, alternatives=4)
+    expected = torch.log_softmax(logits.double(), 0)
+    assert found.logprob == pytest.approx(float(expected[2]), abs=1e-6)
+    assert [token for token, _ in found.top] == [0, 1, 2, 3]
+    assert sum(np.exp(value) for _, value in found.top) == pytest.approx(1.0, abs=1e-6)
+    assert token_logprob(logits, token=2, alternatives=0).top == ()
+
+
+class Alternating:
+    """A grammar of even ids only; ends after four tokens with id 0."""
+
+    def __init__(self) -> None:
+        self.consumed: list[int] = []
+
+    def consume_token(self, sampled_token: int) -> bool:
+        self.consumed.append(sampled_token)
+        return True
+
+    def validate_tokens(self, tokens: list[int]) -> int:
+        return next((index for index, token in enumerate(tokens) if token % 2), len(tokens))
+
+    def compute_logit_bias(self) -> bytes:
+        return bytes(200 if token % 2 == 0 else 0 for token in range(6))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_grammar_outweighs_logits_and_bias(temperature: float) -> None:
+    matcher = Alternating()
+    params = SamplingParams(temperature=temperature, logit_bias=((1, 100.0),))
+    chooser = TokenChooser(params, (), seed=1, choice=0, matcher=matcher)
+    tokens = [chooser.choose(torch.tensor([0.0, 9.0, 1.0, 9.0, 0.5, 9.0]), 1, position) for position in range(20)]
+    assert all(token % 2 == 0 for token in tokens)
+    assert matcher.consumed == tokens
+    assert chooser.allowed([2, 4, 3, 2]) == 2
