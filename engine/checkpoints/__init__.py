@@ -10,7 +10,7 @@ from redraft.engine.checkpoints.checkpoint import (
 )
 from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve
+from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve, served_name
 from redraft.engine.checkpoints.pull import pull
 from redraft.engine.checkpoints.safetensors_file import TensorEntry
 from redraft.engine.checkpoints.transfer import Progress
@@ -32,5 +32,6 @@ __all__ = [
     "open_tensors",
     "pull",
     "resolve",
+    "served_name",
     "validate",
 ]

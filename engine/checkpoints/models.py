@@ -92,6 +92,12 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
     )
 
 
+def served_name(model: str) -> str:
+    """What clients call a model: its known name, its Hugging Face id, or the name of its folder."""
+    folder = None if model in KNOWN_MODELS else local_folder(model)
+    return model if folder is None else folder.name
+
+
 def list_models(*, cache: Path | None = None) -> list[ModelEntry]:
     """Every known model, pulled or not; Hugging Face models stay in the hub's own cache and are not listed."""
     entries = []

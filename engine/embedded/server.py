@@ -19,8 +19,8 @@ import msgspec
 import torch
 
 from redraft.engine.chat.tokenizer import Tokenizer
-from redraft.engine.checkpoints import resolve
-from redraft.engine.checkpoints.checkpoint import load_config, validate
+from redraft.engine.checkpoints import resolve, served_name
+from redraft.engine.checkpoints.checkpoint import validate
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.config import EngineConfig
 from redraft.engine.drafters.ngram import NgramDrafter
@@ -71,8 +71,7 @@ Inbox = SimpleQueue[tuple[Connection, wire.ToEngine | Closed] | None]
 def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     """Load the target and everything around it; raises `EngineUnavailable` or `CheckpointError` in words."""
     folder = resolve(config.model)
-    model = load_config(folder)
-    validate(folder)
+    model = validate(folder)
     device = _device(config)
     torch.set_num_threads(_threads(config))
     dtype = torch.bfloat16
@@ -110,7 +109,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     )
     capabilities = Capabilities(
         target=target_identity,
-        model_name=folder.name,
+        model_name=served_name(config.model),
         context_length=context,
         vocab_size=model.vocab,
         max_prompt_tokens=core.max_tokens_per_request - 1,
@@ -150,13 +149,12 @@ class EngineServer:
         self._io = asyncio.new_event_loop()
 
     def run(self) -> None:
-        """Serve until SIGTERM or SIGINT; running requests are cut."""
+        """Serve until SIGTERM or SIGINT; running requests are cut. Raises `OSError` if the socket cannot be bound."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._inbox.put(None))
-        listening = threading.Event()
-        thread = threading.Thread(target=self._serve, args=(listening,), daemon=True)
+        server = self._io.run_until_complete(self._listen())
+        thread = threading.Thread(target=self._serve, args=(server,), daemon=True)
         thread.start()
-        listening.wait()
         while self._take_messages():
             self._threads.update()
             commits = self._core.step()
@@ -237,13 +235,15 @@ class EngineServer:
     def _post(self, connection: Connection, message: wire.FromEngine) -> None:
         self._io.call_soon_threadsafe(connection.send, wire.encode(message))
 
-    def _serve(self, listening: threading.Event) -> None:
-        asyncio.set_event_loop(self._io)
+    async def _listen(self) -> asyncio.Server:
+        """Bind the socket in place of one that nobody removed; anything else at its path is an error."""
         self._socket.parent.mkdir(parents=True, exist_ok=True)
-        self._socket.unlink(missing_ok=True)
-        server = self._io.run_until_complete(asyncio.start_unix_server(self._client, path=str(self._socket)))
+        server = await asyncio.start_unix_server(self._client, path=str(self._socket))
         self._socket.chmod(0o600)
-        listening.set()
+        return server
+
+    def _serve(self, server: asyncio.Server) -> None:
+        asyncio.set_event_loop(self._io)
         self._io.run_forever()
         server.close()
         for task in asyncio.all_tasks(self._io):

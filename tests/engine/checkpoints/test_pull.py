@@ -35,6 +35,7 @@ from redraft.engine.checkpoints import (
     models,
     pull,
     resolve,
+    served_name,
     validate,
 )
 from redraft.engine.checkpoints.models import KnownModel
@@ -383,6 +384,12 @@ def test_an_absent_model_is_answered_with_the_command_that_fetches_it(known: Kno
                 look_up(unknown, cache=cache)
     [entry] = list_models(cache=cache)
     assert (entry.name, entry.folder, entry.identity) == (NAME, None, None)
+
+
+def test_clients_call_a_model_by_its_name_its_id_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    models_asked_for = ("smollm2-135m", "org/model", f"{tmp_path}/mine/")
+    assert [served_name(model) for model in models_asked_for] == ["smollm2-135m", "org/model", "mine"]
 
 
 def test_a_local_folder_is_used_where_it_is_once_it_has_been_checked(known: KnownModel, cache: Path) -> None:

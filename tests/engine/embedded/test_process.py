@@ -183,6 +183,17 @@ def test_speculation_and_drafters_are_switched_over_the_socket(process: Process)
     with_engine(process, scenario)
 
 
+def test_a_file_where_the_socket_has_to_be_ends_the_start_and_is_left_alone(
+    tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "engine.sock"
+    file.write_text("precious")
+    process = Process(tiny_checkpoint, file)
+    process.process.join(DEADLINE)
+    assert process.process.exitcode == 1
+    assert file.read_text() == "precious"
+
+
 def test_a_killed_engine_fails_its_requests_by_name_and_is_found_again(tiny_checkpoint: Path, tmp_path: Path) -> None:
     process = Process(tiny_checkpoint, tmp_path / "engine.sock")
 
