@@ -108,9 +108,11 @@ class PrefixCache:
         """A running sequence that holds the longest known prefix of ``prompt``, all but its last token at most.
 
         Idle sequences are evicted, least recently used first, to make room for ``capacity`` slots; None if the
-        running ones leave too little.
+        running ones leave too little, in which case nothing is evicted, or no range that is long enough.
         """
         capacity = pages(capacity)
+        if capacity > self._arena.free_slots + sum(sequence.capacity for sequence in self._idle.values()):
+            return None
         source, hit = self._longest_prefix(namespace, prompt[:-1])
         if source is None:
             start = self._allocate(capacity)
@@ -125,6 +127,7 @@ class PrefixCache:
                 return source
         elif (start := self._allocate(capacity)) is not None:
             if idle:
+                source.used = next(self._clock)
                 self._idle[source.used] = source
             sequence = CachedSequence(namespace, start, capacity)
             self._copy(source.start, start, hit)

@@ -127,6 +127,29 @@ def test_the_least_recently_used_idle_sequence_goes_first() -> None:
         assert bool(hit) is known
 
 
+def test_a_prefix_that_others_copy_counts_as_used() -> None:
+    filled = Filled(6 * PAGE)
+    for tag in (1, 2):
+        sequence = filled.run("t", [tag] * 120, 2 * PAGE)
+        assert sequence is not None
+        filled.cache.release(sequence)
+    assert filled.run("t", [1] * 60 + [3] * 60, 2 * PAGE) is not None
+    assert filled.run("t", [4] * 120, 2 * PAGE) is not None
+    assert [filled.cache._longest_prefix("t", [tag] * 120)[1] for tag in (1, 2)] == [120, 0]
+
+
+def test_a_request_that_has_to_wait_evicts_nobody() -> None:
+    filled = Filled(4 * PAGE)
+    idle, running = filled.run("t", [1] * 100, 2 * PAGE), filled.run("t", [2] * 100, 2 * PAGE)
+    assert idle is not None
+    assert running is not None
+    filled.cache.release(idle)
+    assert filled.cache.acquire("t", [3] * 100, 3 * PAGE) is None
+    again = filled.cache.acquire("t", [1] * 100, 2 * PAGE)
+    assert again is not None
+    assert again.length == 99
+
+
 def test_running_sequences_are_never_evicted() -> None:
     filled = Filled(4 * PAGE)
     first = filled.run("t", [1] * 100, 4 * PAGE)
