@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -40,8 +40,8 @@ class EngineUnavailable(EngineError):
 class Engine(Protocol):
     """Generates token ids; rendering, text and tool calls belong to its caller."""
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
-        """Yield commits of all choices as they happen; closing the iterator aborts the request."""
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
+        """Yield commits of all choices as they happen; closing the generator aborts the request."""
         ...
 
     async def abort(self, request_id: str) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
 
 from redraft.engine.chat.messages import Message, ToolCall
 from redraft.engine.chat.tokenizer import Tokenizer
@@ -157,10 +156,10 @@ class Completion:
         return sum(choice.tokens for choice in self.choices)
 
     async def steps(self) -> AsyncGenerator[Step]:
-        """Generate; closing this iterator aborts the request in the engine, and waits until it is aborted."""
+        """Generate; closing this generator closes the engine's, which aborts the request."""
         agent_type = self.request.agent_type
         try:
-            async with aclosing(_closable(self._engine.generate(self.request))) as commits:
+            async with aclosing(self._engine.generate(self.request)) as commits:
                 async for commit in commits:
                     now = time.perf_counter()
                     if not self.completion_tokens:
@@ -207,8 +206,3 @@ class Completion:
             if choice.tokens > 1:
                 pace = (choice.last_at - choice.first_at) / (choice.tokens - 1)
                 self._metrics.observe_token_pace(agent_type, pace)
-
-
-def _closable(commits: AsyncIterator[Commit]) -> AsyncGenerator[Commit]:
-    """Engines' iterators can be closed, as their contract says."""
-    return cast("AsyncGenerator[Commit]", commits)

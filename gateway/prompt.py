@@ -52,7 +52,7 @@ def prepare(body: bytes, chat: ChatEncoder, capabilities: Capabilities, default_
 
 
 def _max_tokens(request: ChatRequest, prompt: int, capabilities: Capabilities, default: int | None) -> int:
-    """What the client asked for, at most what the context leaves; an answer needs room for one token."""
+    """What the client asked for, at most what context and cache leave; an answer needs room for one token."""
     longest = min(capabilities.max_prompt_tokens, capabilities.context_length - 1)
     if prompt > longest:
         message = (
@@ -60,5 +60,5 @@ def _max_tokens(request: ChatRequest, prompt: int, capabilities: Capabilities, d
             f"your messages came to {prompt} tokens. Shorten them."
         )
         raise InvalidRequest(message, "messages", "context_length_exceeded")
-    room = capabilities.context_length - prompt
+    room = longest + 1 - prompt
     return min(request.max_tokens or default or room, room)

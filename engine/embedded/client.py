@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from pathlib import Path
 
@@ -37,7 +37,7 @@ class EmbeddedEngine:
         self._calls: dict[int, asyncio.Future[Capabilities | Health | None]] = {}
         self._call_ids = count()
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
         stream: asyncio.Queue[Commit | EngineError] = asyncio.Queue()
         if request.request_id in self._streams:
             raise RequestRefused(f"request id {request.request_id} is already running")
@@ -111,7 +111,7 @@ class EmbeddedEngine:
     async def _connect(self) -> None:
         try:
             reader, self._writer = await asyncio.open_unix_connection(str(self._socket))
-        except (FileNotFoundError, ConnectionError) as error:
+        except OSError as error:
             raise EngineUnavailable("the engine is not running or still loading its model") from error
         self._reading = asyncio.create_task(self._read(reader, self._writer))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.resources
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, parameters: frozenset[str] = PARAMETERS) -> None:
         self.tokenizer = tokenizer
         self.parameters = parameters
+        self.max_prompt_tokens = CONTEXT - 1
         self.shut = False
         self.reset()
 
@@ -73,7 +74,7 @@ class ScriptedEngine:
         end = self.commit(self.tokenizer.eos_ids, choice, finish_reason=finish, **last)
         return [*commits, end]
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[Commit]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
         self.requests.append(request)
         try:
             for action in self.script(request):
@@ -97,7 +98,7 @@ class ScriptedEngine:
             model_name=MODEL,
             context_length=CONTEXT,
             vocab_size=self.tokenizer.vocab_size,
-            max_prompt_tokens=CONTEXT - 1,
+            max_prompt_tokens=self.max_prompt_tokens,
             lossless="invariant",
             parameters=self.parameters,
             constrained_decoding=False,

@@ -112,6 +112,14 @@ def test_defaults_are_openais(gateway: Any) -> None:
     assert request.principal.tenant == "default"
 
 
+def test_an_answer_is_never_longer_than_the_engines_cache_leaves_room_for(serve: Any) -> None:
+    gateway = serve()
+    gateway.engine.max_prompt_tokens = 999
+    assert gateway.post().status_code == 200
+    (request,) = gateway.engine.requests
+    assert request.stopping.max_tokens + len(request.prompt_ids) == 1000
+
+
 def test_an_answer_is_never_longer_than_the_context_leaves_room_for(gateway: Any) -> None:
     for fields in ({"max_tokens": 10**30}, {"max_completion_tokens": 5000}):
         assert gateway.post(**fields).status_code == 200
