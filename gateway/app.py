@@ -27,7 +27,7 @@ def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> Fast
         yield
         await engine.close()
 
-    app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     app.add_middleware(RequestMiddleware, metrics=gateway.metrics)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
@@ -42,6 +42,6 @@ def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> Fast
 async def _http_error(request: Request, exc: Exception) -> Response:
     """The framework's own refusals: no such path, or not with this method."""
     assert isinstance(exc, HTTPException)
-    message = f"{exc.detail}: {request.method} {request.url.path[:256]}."
+    message = f"{exc.detail}: {request.method} {request.scope['path'][:256]}."
     error = ApiError(exc.status_code, message, headers=dict(exc.headers or {}))
     return JSONResponse(error.body, error.status, error.headers)

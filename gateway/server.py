@@ -10,6 +10,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 GRACEFUL_SECONDS = 5
+KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep an idle connection (httpx: 5 seconds), so that none meets one the server just closed."""
 
 
 class AddressUnavailable(Exception):
@@ -23,7 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
-    except OSError as exc:
+    except (OSError, ValueError) as exc:
         raise AddressUnavailable(f"gateway.host {host!r} is not an address of this machine: {exc}.") from exc
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,6 +56,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return uvicorn.Server(config)

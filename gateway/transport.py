@@ -35,7 +35,7 @@ class JSONResponse(Response):
 async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
     """Read a request body of at most ``limit`` bytes; larger ones are refused as soon as that is known."""
     length = headers.get("content-length", "")
-    if length.isdigit() and int(length) > limit:
+    if length.isdecimal() and int(length) > limit:
         raise _too_large(limit)
     if headers.get("content-encoding", "identity") != "identity":
         raise ApiError(415, "Compressed request bodies are not accepted; send the JSON as it is.")

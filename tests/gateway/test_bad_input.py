@@ -156,7 +156,9 @@ def test_a_prompt_over_the_context_window_is_refused_with_both_numbers(gateway: 
 
 def test_unknown_paths_and_methods_are_refused_in_the_same_shape(gateway: Any) -> None:
     assert_refused(gateway.http.get("/v1/nothing"), 404, word="/v1/nothing")
+    assert_refused(gateway.http.get("/v1/nothing", headers={"host": "["}), 404)
     assert_refused(gateway.http.get("/v1/chat/completions/"), 404)
+    assert_refused(gateway.http.get("/openapi.json"), 404)
     response = gateway.http.get("/v1/chat/completions")
     assert_refused(response, 405, word="GET")
     assert response.headers["allow"] == "POST"

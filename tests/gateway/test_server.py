@@ -27,7 +27,7 @@ def test_a_taken_port_is_named_with_what_to_do() -> None:
 
 
 def test_a_host_that_is_not_ours_is_named() -> None:
-    for host in ("no.such.host.invalid", "192.0.2.1"):
+    for host in ("no.such.host.invalid", "192.0.2.1", "x" * 70):
         with pytest.raises(AddressUnavailable, match=r"gateway\.host"):
             bind(host, 0)
 
