@@ -181,7 +181,7 @@ class Renderer:
         if not self._takes_string_arguments:
             try:
                 arguments = json.loads(call.arguments or "{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise RenderError(f"messages[{i}].tool_calls[{j}]: arguments is not JSON ({error}).") from error
         return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 

@@ -60,7 +60,7 @@ def read_json(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file.parent} has no {file.name}; it is not a complete checkpoint.") from error
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is corrupt: it is not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} is corrupt: a JSON object was expected.")

@@ -54,7 +54,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
         described = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{file} is corrupt: its safetensors header cannot be understood ({error}).") from error
     entries: dict[str, TensorEntry] = {}
     end = data_start
