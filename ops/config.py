@@ -27,7 +27,6 @@ ENVIRONMENT = {
 }
 """Variables that are not overrides of a configuration key."""
 
-
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
@@ -183,14 +182,14 @@ def _read_file(path: Path) -> dict[str, Origin]:
 
 
 def _settings(loader: _Loader, root: yaml.Node | None, path: Path) -> Iterable[tuple[str, Origin]]:
-    for section, section_node, _ in _pairs(root, "", path):
+    for section, section_key, section_node in _pairs(root, "", path):
         if section not in RedraftConfig.model_fields:
-            raise _unknown(_place(path, section_node), "", section, RedraftConfig.model_fields)
+            raise _unknown(_place(path, section_key), "", section, RedraftConfig.model_fields)
         known = [key.name.removeprefix(f"{section}.") for key in keys() if key.name.startswith(f"{section}.")]
-        for key, _, value_node in _pairs(section_node, section, path):
+        for key, key_node, value_node in _pairs(section_node, section, path):
             if key not in known:
-                raise _unknown(_place(path, value_node), f"{section}.", key, known)
-            yield f"{section}.{key}", Origin(_place(path, value_node), loader.construct_object(value_node, deep=True))
+                raise _unknown(_place(path, key_node), f"{section}.", key, known)
+            yield f"{section}.{key}", Origin(_place(path, key_node), loader.construct_object(value_node, deep=True))
 
 
 def _pairs(node: yaml.Node | None, name: str, path: Path) -> Iterable[tuple[str, yaml.Node, yaml.Node]]:
@@ -207,7 +206,7 @@ def _pairs(node: yaml.Node | None, name: str, path: Path) -> Iterable[tuple[str,
             first = seen[key].start_mark.line + 1
             raise ConfigError(f"{_place(path, key_node)}: {dotted} is given twice (first in line {first})")
         seen[key] = key_node
-        yield key, value_node, value_node
+        yield key, key_node, value_node
 
 
 def _kind(node: yaml.Node) -> str:
@@ -257,12 +256,7 @@ def _allowed(node: Mapping[str, Any]) -> str:
         word = "a whole number" if node["type"] == "integer" else "a number"
         bounds = [
             f"{sign} {node[bound]:g}" if node["type"] == "number" else f"{sign} {node[bound]}"
-            for bound, sign in (
-                ("minimum", "≥"),
-                ("exclusiveMinimum", ">"),
-                ("maximum", "≤"),
-                ("exclusiveMaximum", "<"),
-            )
+            for bound, sign in _BOUNDS.items()
             if bound in node
         ]
         return " ".join([word, " and ".join(bounds)]).strip()

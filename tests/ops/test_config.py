@@ -62,6 +62,8 @@ def test_a_value_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("gatway: {}", r":1: unknown key gatway; did you mean gateway\?"),
+        ("gatway:\n  port: 3", r":1: unknown key gatway; did you mean gateway\?"),
+        ("gateway:\n  port:\n    [1]", r":2: gateway.port is \[1\]; allowed: a whole number"),
         ("gateway:\n  prot: 3", r":2: unknown key gateway.prot; did you mean gateway.port\?"),
         ("engine:\n  zzzz: 3", r":2: unknown key engine.zzzz; known: engine.model, "),
         ("gateway:\n  port: x", r":2: gateway.port is x; allowed: a whole number ≥ 0 and ≤ 65535"),
