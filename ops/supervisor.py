@@ -26,6 +26,9 @@ from redraft.ops.processes import ProcessId, describe_exit, die_with_parent, ide
 LOG_LIMIT = 16 << 20
 """Bytes after which a log is set aside when its service starts."""
 
+LAST_WORDS = 1 << 16
+"""Bytes at the end of a log that are searched for why its service died."""
+
 
 @dataclass(frozen=True)
 class Service:
@@ -221,7 +224,7 @@ def _open_end(log: Path) -> int:
 def _last_words(log: Path, offset: int, returncode: int) -> str:
     """Why a service died, in its own words where it had any: its last ``error: …`` line, else its last line."""
     with log.open("rb") as file:
-        file.seek(offset)
+        file.seek(max(offset, file.seek(0, os.SEEK_END) - LAST_WORDS))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:

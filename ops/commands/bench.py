@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import redraft.ops.bench as benches
-from redraft.ops.errors import UsageError
+from redraft.ops.errors import CliError, UsageError
 
 
 def bench(
@@ -25,7 +25,11 @@ def bench(
     if name not in known:
         raise UsageError(f"no benchmark {name}; there are: {', '.join(known) or 'none'}")
     with contextlib.redirect_stdout(sys.stderr):
-        result = importlib.import_module(f"redraft.ops.bench.{name}").run(quick=quick)
+        try:
+            module = importlib.import_module(f"redraft.ops.bench.{name}")
+        except ModuleNotFoundError as error:
+            raise CliError(f"{name} needs {error.name}: pip install 'redraft[engine,dev]'") from None
+        result = module.run(quick=quick)
     if as_json:
         print(json.dumps(result))
     else:

@@ -51,19 +51,18 @@ def up(config: ConfigPath = None) -> None:
 def down(config: ConfigPath = None) -> None:
     """Stop gateway and engine. Running answers get a few seconds to end."""
     _, deployment = load(config)
-    lock = deployment.lock(wait=0.5)
-    state = deployment.read()
-    if lock is None and state is not None:
-        state.supervisor.send(signal.SIGTERM)
-        lock = deployment.lock(wait=STOP_LIMIT)
-        if lock is None:
-            state.supervisor.send(signal.SIGKILL)
-            lock = deployment.lock(wait=STOP_LIMIT)
-        if lock is None:
-            raise CliError(f"process {state.supervisor.pid} does not end; look at {deployment.log('supervisor')}")
-        print(f"Stopped {state.url}")
-    else:
+    if deployment.lock(wait=0.5) is not None:
         print(f"Nothing is running here{others(deployment)}")
+        return
+    state = deployment.read()
+    if state is None:
+        raise CliError("it is only just starting; try again in a moment")
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        state.supervisor.send(number)
+        if deployment.lock(wait=STOP_LIMIT) is not None:
+            print(f"Stopped {state.url}")
+            return
+    raise CliError(f"process {state.supervisor.pid} does not end; look at {deployment.log('supervisor')}")
 
 
 def serve(
@@ -76,6 +75,7 @@ def serve(
     if lock is None:
         raise CliError("already running here; stop it with: redraft down")
     os.set_inheritable(lock, False)
+    deployment.forget()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     last = ("", "")
 
@@ -171,7 +171,8 @@ def _follow(deployment: Deployment, started: subprocess.Popen[bytes] | None) -> 
         if started and started.poll() is None:
             started.terminate()
             started.wait()
-        raise CliError("interrupted; nothing was left running") from None
+        left = "nothing was left running" if started else "what runs goes on"
+        raise CliError(f"interrupted; {left}") from None
 
 
 def _why(deployment: Deployment, state: State | None) -> str:

@@ -17,6 +17,7 @@ import pytest
 from redraft.engine.checkpoints import identity
 from redraft.ops import cli
 from redraft.ops.commands import bench, doctor
+from redraft.ops.config import load_config
 from redraft.ops.deployment import Deployment
 
 pytestmark = pytest.mark.unit
@@ -75,6 +76,18 @@ def test_down_twice_is_harmless(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == "Nothing is running here\n" * 2
 
 
+def test_down_does_not_take_a_start_for_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = Deployment.of(load_config(None, {})).lock()
+    assert lock is not None
+    try:
+        assert redraft(monkeypatch, "down") == 1
+    finally:
+        os.close(lock)
+    assert capsys.readouterr().err == "error: it is only just starting; try again in a moment\n"
+
+
 @pytest.mark.parametrize("command", ["up", "serve"])
 def test_a_taken_port_is_named_with_what_to_do(
     command: str, taken_port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -127,12 +140,15 @@ def test_a_benchmark_prints_one_json_object_alone_and_an_unknown_one_names_the_k
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (home / "toy.py").write_text("\ndef run(quick: bool) -> dict[str, object]:\n    return {'quick': quick}\n")
+    (home / "bare.py").write_text("import no_such_package\ndef run(quick: bool) -> None: ...\n")
     (home / "helper.py").write_text("def other() -> None: ...\n")
     monkeypatch.setattr(bench.benches, "__path__", [str(home)])
     assert redraft(monkeypatch, "bench", "toy", "--quick", "--json") == 0
     assert json.loads(capsys.readouterr().out) == {"quick": True}
+    assert redraft(monkeypatch, "bench", "bare") == 1
+    assert capsys.readouterr().err == "error: bare needs no_such_package: pip install 'redraft[engine,dev]'\n"
     assert redraft(monkeypatch, "bench", "helper") == 2
-    assert capsys.readouterr().err == "error: no benchmark helper; there are: toy\n"
+    assert capsys.readouterr().err == "error: no benchmark helper; there are: bare, toy\n"
 
 
 def test_doctor_names_what_is_wrong_and_how_to_mend_it(
