@@ -33,7 +33,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Tile:
     """Rows [row, row + rows) attending to arena slots [slot, slot + keys) under ``mask`` [1, 1, queries, keys].
 
     Queries are rows times query heads per K/V head, padded to a multiple of QUERY_BLOCK.
@@ -48,9 +48,9 @@ class Span:
 
 def plan_attention(
     segments: Sequence[Segment], group: int, *, invariant: bool, dtype: torch.dtype, device: torch.device
-) -> list[Span]:
-    """Cut segments into spans for ``group`` query heads per K/V head; a span's rows share one padded key length."""
-    spans = []
+) -> list[Tile]:
+    """Cut segments into tiles for ``group`` query heads per K/V head; a tile's rows share one padded key length."""
+    tiles = []
     for segment in segments:
         first, end = segment.position, segment.position + segment.rows
         while first < end:
@@ -65,12 +65,12 @@ def plan_attention(
             hidden = torch.arange(keys, device=device)[None, :] > visible[:, None]
             mask[:queries].masked_fill_(hidden, float("-inf"))
             row = segment.row + first - segment.position
-            spans.append(Span(row, last - first, segment.slot, keys, mask[None, None]))
+            tiles.append(Tile(row, last - first, segment.slot, keys, mask[None, None]))
             first = last
-    return spans
+    return tiles
 
 
-def attend(q: Tensor, kv: Tensor, spans: Sequence[Span]) -> Tensor:
+def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
     """Attention output [rows, heads * head_dim] of q [rows, heads, head_dim] over kv [slots, 2 * kv_heads, head_dim].
 
     The first half of kv's heads are keys, the second half values.
@@ -80,14 +80,14 @@ def attend(q: Tensor, kv: Tensor, spans: Sequence[Span]) -> Tensor:
     group = heads // kv_heads
     grouped = q.reshape(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     outputs = []
-    for span in spans:
-        first, count = span.row * group, span.rows * group
+    for tile in tiles:
+        first, count = tile.row * group, tile.rows * group
         query = grouped[:, first : first + count]
         if count % QUERY_BLOCK:
             query = F.pad(query, (0, 0, 0, _padded(count) - count))
-        keys_values = kv[span.slot : span.slot + span.keys].transpose(0, 1)
+        keys_values = kv[tile.slot : tile.slot + tile.keys].transpose(0, 1)
         keys, values = keys_values[None, :kv_heads], keys_values[None, kv_heads:]
-        output = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=span.mask)
+        output = F.scaled_dot_product_attention(query[None], keys, values, attn_mask=tile.mask)
         outputs.append(output[0, :, :count])
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return joined.reshape(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)

@@ -80,7 +80,7 @@ class Target:
         slots = positions + torch.tensor(
             [segment.slot for segment in segments for _ in range(segment.rows)], device=self.device
         )
-        spans = plan_attention(
+        tiles = plan_attention(
             segments,
             config.heads // config.kv_heads,
             invariant=self.invariant,
@@ -97,7 +97,7 @@ class Target:
                 qkv = torch.cat((self._rms_norm(q, layer.q_norm), self._rms_norm(k, layer.k_norm), v), dim=1)
             qkv = torch.addcmul(qkv * cos, qkv.roll(config.head_dim // 2, -1), sin)
             layer_kv.index_copy_(0, slots, qkv[:, config.heads :])
-            attended = attend(qkv[:, : config.heads], layer_kv, spans)
+            attended = attend(qkv[:, : config.heads], layer_kv, tiles)
             x = layer.output.add(attended, x)
             normed = self._rms_norm(x, layer.post_norm)
             x = layer.down.add(layer.up.mul(normed, layer.gate.silu(normed)), x)

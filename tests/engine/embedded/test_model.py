@@ -97,8 +97,8 @@ def test_attention_equals_a_plain_reference_over_a_ragged_batch(invariant: bool)
     segments = [Segment(0, 1, 0, 5), Segment(1, 7, 128, 60), Segment(8, 90, 256, 30)]
     rows = sum(segment.rows for segment in segments)
     q = torch.randn(rows, kv_heads * group, head_dim, generator=generator)
-    spans = plan_attention(segments, group, invariant=invariant, dtype=q.dtype, device=q.device)
-    found = attend(q, kv, spans).view(rows, kv_heads * group, head_dim)
+    tiles = plan_attention(segments, group, invariant=invariant, dtype=q.dtype, device=q.device)
+    found = attend(q, kv, tiles).view(rows, kv_heads * group, head_dim)
     for segment in segments:
         for offset in range(segment.rows):
             keys = kv[segment.slot : segment.slot + segment.position + offset + 1]
