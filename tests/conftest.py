@@ -80,5 +80,5 @@ def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The pulled default target; `make setup` fetches it."""
+    """The pulled default target; `make test` fetches it."""
     return resolve("smollm2-135m")

@@ -80,14 +80,10 @@ def test_the_prompt_is_the_rendered_conversation(gateway: Any, chat: ChatEncoder
         {"role": "tool", "tool_call_id": "call_1", "content": "3"},
     ]  # fmt: skip
     assert gateway.post(messages=messages, tools=TOOLS).status_code == 200
-    text = bytes_of(chat, gateway.engine.requests[0].prompt_ids)
+    text = chat.tokenizer.decode(gateway.engine.requests[0].prompt_ids)
     for part in ("Be brief.", "Add 1 and 2.", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}', "3", '"add"'):
         assert part in text
     assert "None" not in text
-
-
-def bytes_of(chat: ChatEncoder, ids: tuple[int, ...]) -> str:
-    return chat.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}], ids=["null", "empty", "missing"])

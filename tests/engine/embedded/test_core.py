@@ -234,7 +234,7 @@ def test_an_end_token_inside_a_block_ends_the_answer_and_is_committed(make_core:
     assert commits[-1].finish_reason == "stop"
 
 
-def test_a_stop_string_across_tokens_ends_the_answer_where_it_begins(make_core: MakeCore, monkeypatch: Any) -> None:
+def test_a_stop_string_across_tokens_ends_the_answer_where_it_begins(make_core: MakeCore) -> None:
     core = make_core()
     plain = answers(run(core, [request(max_tokens=40, speculation=False)]))["r", 0]
     text = core._tokenizer.decode(plain)

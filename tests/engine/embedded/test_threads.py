@@ -21,7 +21,7 @@ def test_threads_stay_between_one_and_the_limit_and_settle_at_once(others: float
     assert chosen <= max(1, limit - 1) if others > threads.GIVE_UP else chosen == current or chosen > current
 
 
-def test_a_busy_neighbour_takes_a_thread_and_gives_it_back(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+def test_a_busy_neighbour_takes_a_thread_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = {"now": 1000.0, "busy": 0.0, "own": 0.0}
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock["now"])
     monkeypatch.setattr(threads.time, "process_time", lambda: clock["own"])
