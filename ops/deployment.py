@@ -103,10 +103,11 @@ class Deployment:
                     return None
                 time.sleep(0.05)
 
-    def is_locked(self) -> bool:
+    def is_locked(self, wait: float = 0.0) -> bool:
+        """Whether the lock is held, and still after ``wait`` seconds."""
         if not (self.folder / "lock").exists():
             return False
-        descriptor = self.lock()
+        descriptor = self.lock(wait)
         if descriptor is not None:
             os.close(descriptor)
         return descriptor is None

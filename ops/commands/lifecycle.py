@@ -51,7 +51,7 @@ def up(config: ConfigPath = None) -> None:
 def down(config: ConfigPath = None) -> None:
     """Stop gateway and engine. Running answers get a few seconds to end."""
     _, deployment = load(config)
-    if deployment.lock(wait=0.5) is not None:
+    if not deployment.is_locked(wait=0.5):
         print(f"Nothing is running here{others(deployment)}")
         return
     state = deployment.read()
@@ -59,7 +59,7 @@ def down(config: ConfigPath = None) -> None:
         raise CliError("it is only just starting; try again in a moment")
     for number in (signal.SIGTERM, signal.SIGKILL):
         state.supervisor.send(number)
-        if deployment.lock(wait=STOP_LIMIT) is not None:
+        if not deployment.is_locked(wait=STOP_LIMIT):
             print(f"Stopped {state.url}")
             return
     raise CliError(f"process {state.supervisor.pid} does not end; look at {deployment.log('supervisor')}")
