@@ -209,7 +209,8 @@ class SpeculationScope(Struct, frozen=True):
 class Capabilities(Struct, frozen=True, kw_only=True, tag=True):
     """What an engine can do, found out once at connect.
 
-    ``target`` is the identity hash of the served checkpoint. ``parameters`` names the sampling and stop parameters
+    ``target`` is the identity hash of the served checkpoint. A prompt may have ``max_prompt_tokens``, and prompt and
+    answer together one more. ``parameters`` names the sampling and stop parameters
     that are honoured; a gateway refuses any other by name.
     """
 

@@ -50,7 +50,7 @@ class EmbeddedEngine:
                 if isinstance(item, EngineError):
                     unfinished = 0
                     raise item
-                unfinished -= item.finish_reason is not None
+                unfinished = 0 if item.finish_reason == "abort" else unfinished - (item.finish_reason is not None)
                 yield item
         finally:
             del self._streams[request.request_id]
@@ -105,8 +105,6 @@ class EmbeddedEngine:
                 await self._connect()
             assert self._writer is not None
             self._writer.write(wire.encode(message))
-            with contextlib.suppress(ConnectionError):
-                await self._writer.drain()
 
     async def _connect(self) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -23,11 +24,23 @@ from redraft.engine.policy.base import BlockLengthPolicy
 from redraft.engine.protocol import EngineOverloaded, RequestRefused
 from redraft.engine.types import Commit, FinishReason, GenerationRequest, SpeculationScope, TokenLogprob, VerifyStep
 
+logger = logging.getLogger(__name__)
+
 PREFILL_ROWS = 192
 """Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
 
 ALL = SpeculationScope("all")
 NO_PROPOSAL = Proposal()
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """One choice of a request that has no place yet; ``matcher`` stands at the beginning of its grammar."""
+
+    request: GenerationRequest
+    choice: int
+    seed: int
+    matcher: Matcher | None
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +50,7 @@ class Running:
     request: GenerationRequest
     choice: int
     seed: int
+    matcher: Matcher | None
     kv: CachedSequence
     cached_tokens: int
     tokens: list[int]
@@ -50,7 +64,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Rows:
     """A sequence's rows in a pass: a prompt chunk, or its last committed token with drafted tokens behind it."""
 
     sequence: Running
@@ -78,6 +92,7 @@ class EngineCore:
         *,
         identity: str,
         tokenizer: Tokenizer,
+        grammars: GrammarCompiler | None,
         context_length: int,
         drafter: Drafter | None,
         policy: BlockLengthPolicy,
@@ -90,7 +105,7 @@ class EngineCore:
         self.cache = PrefixCache(cache_tensor)
         self._identity = identity
         self._tokenizer = tokenizer
-        self._grammars = GrammarCompiler(tokenizer, target.config.vocab)
+        self._grammars = grammars
         self._eos_ids = frozenset(target.config.eos_ids)
         self._context_length = context_length
         self.drafter = drafter
@@ -100,7 +115,7 @@ class EngineCore:
         self._max_waiting = max_waiting
         self._switched_off: set[SpeculationScope] = set()
         self.running: list[Running] = []
-        self.waiting: deque[tuple[GenerationRequest, int, int]] = deque()
+        self.waiting: deque[Waiting] = deque()
 
     @property
     def max_tokens_per_request(self) -> int:
@@ -110,7 +125,8 @@ class EngineCore:
     @property
     def request_ids(self) -> set[str]:
         """Requests that hold or wait for a place."""
-        return {s.request.request_id for s in self.running} | {request.request_id for request, _, _ in self.waiting}
+        requests = [running.request for running in self.running] + [waiting.request for waiting in self.waiting]
+        return {request.request_id for request in requests}
 
     @property
     def kv_bytes_per_slot(self) -> int:
@@ -125,17 +141,21 @@ class EngineCore:
         self._check(request)
         if request.request_id in self.request_ids:
             raise RequestRefused(f"request id {request.request_id} is already in use", "request_id")
-        if len(self.waiting) >= self._max_waiting + self._max_running - len(self.running):
-            raise EngineOverloaded(
-                f"{len(self.running)} requests are running and {len(self.waiting)} waiting; try again shortly"
-            )
+        queued = sum(waiting.choice == 0 for waiting in self.waiting)
+        if queued >= self._max_waiting + max(0, self._max_running - len(self.running)):
+            raise EngineOverloaded(f"{len(self.running)} answers are running and {queued} requests waiting; try again")
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
-        self.waiting.append((request, 0, seed))
+        self.waiting.append(Waiting(request, 0, seed, self._matcher(request)))
 
-    def abort(self, request_id: str) -> None:
-        self.waiting = deque(item for item in self.waiting if item[0].request_id != request_id)
+    def abort(self, request_id: str) -> list[Commit]:
+        """End a request; the commit says so to whoever still listens. Unknown ids are ignored."""
+        if request_id not in self.request_ids:
+            return []
+        self.waiting = deque(waiting for waiting in self.waiting if waiting.request.request_id != request_id)
         for sequence in [s for s in self.running if s.request.request_id == request_id]:
             self._finish(sequence)
+        self._switched_off.discard(SpeculationScope("request", request_id))
+        return [Commit(request_id=request_id, choice=0, token_ids=(), finish_reason="abort")]
 
     def set_speculation(self, scope: SpeculationScope, on: bool) -> None:
         if on:
@@ -147,28 +167,32 @@ class EngineCore:
         """Admit what fits, run one pass, and return what it committed."""
         self._admit()
         started = perf_counter()
-        blocks = [*self._draft_blocks(), *self._prompt_blocks()]
-        if not blocks:
+        batch = [*self._decoding_rows(), *self._prompt_rows()]
+        if not batch:
             return []
         drafted = perf_counter()
-        hidden = self._forward(blocks)
-        logits = self._logits(blocks, hidden)
+        hidden = self._forward(batch)
+        logits = self._logits(batch, hidden)
         arg_max = logits.argmax(-1).tolist()
         verified = perf_counter()
         shared = Pass(
-            batch_size=len(blocks),
+            batch_size=len(batch),
             rows=hidden.shape[0],
             draft_ms=(drafted - started) * 1e3,
             verify_ms=(verified - drafted) * 1e3,
         )
-        commits = []
-        row = 0
-        for block in blocks:
-            rows = self._logit_rows(block)
-            commit = self._advance(block, logits[row : row + rows], arg_max[row : row + rows], shared)
-            row += rows
-            if commit is not None:
-                commits.append(commit)
+        commits: list[Commit] = []
+        first = 0
+        for rows in batch:
+            end = first + self._logit_rows(rows)
+            if rows.sequence in self.running:
+                try:
+                    commits.extend(self._advance(rows, logits[first:end], arg_max[first:end], shared))
+                except Exception:
+                    request_id = rows.sequence.request.request_id
+                    logger.exception("request %s is aborted", request_id)
+                    commits.extend(self.abort(request_id))
+            first = end
         return commits
 
     def _check(self, request: GenerationRequest) -> None:
@@ -186,56 +210,65 @@ class EngineCore:
                 f"{self._context_length} tokens",
                 "max_tokens",
             )
-        if request.constraint is not None:
-            if request.stopping.ignore_eos:
-                raise RequestRefused("ignore_eos would run past the end of a constrained answer", "ignore_eos")
-            try:
-                self._matcher(request)
-            except ValueError as error:
-                raise RequestRefused(f"the grammar of the answer is wrong: {error}") from error
         if pages(prompt + answer) > self.cache.slots:
             raise RequestRefused(
                 f"{prompt} prompt tokens and {answer} answer tokens do not fit the K/V budget of "
                 f"{self.cache.slots} tokens; lower max_tokens, or raise engine.kv_bytes",
                 "max_tokens",
             )
+        if request.constraint is not None and request.stopping.ignore_eos:
+            raise RequestRefused("ignore_eos would run past the end of a constrained answer", "ignore_eos")
+
+    def _matcher(self, request: GenerationRequest) -> Matcher | None:
+        if request.constraint is None:
+            return None
+        if self._grammars is None:
+            raise RequestRefused("constrained answers are not possible with this model's tokenizer")
+        try:
+            return self._grammars.matcher(request.constraint)
+        except ValueError as error:
+            raise RequestRefused(f"the grammar of the answer is wrong: {error}") from error
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self._max_running:
-            request, choice, seed = self.waiting[0]
+            waiting = self.waiting[0]
+            request = waiting.request
             capacity = len(request.prompt_ids) + request.stopping.max_tokens
             kv = self.cache.acquire(request.principal.tenant, request.prompt_ids, capacity)
             if kv is None:
                 return
             self.waiting.popleft()
+            chooser = TokenChooser(
+                request.sampling,
+                request.prompt_ids,
+                seed=waiting.seed,
+                choice=waiting.choice,
+                matcher=waiting.matcher.deep_copy() if waiting.matcher else None,
+            )
             self.running.append(
                 Running(
-                    request,
-                    choice,
-                    seed,
-                    kv,
-                    kv.length,
-                    list(request.prompt_ids),
-                    TokenChooser(
-                        request.sampling, request.prompt_ids, seed=seed, choice=choice, matcher=self._matcher(request)
-                    ),
-                    StopChecker(request.stopping, self._eos_ids, self._tokenizer),
+                    request=request,
+                    choice=waiting.choice,
+                    seed=waiting.seed,
+                    matcher=waiting.matcher,
+                    kv=kv,
+                    cached_tokens=kv.length,
+                    tokens=list(request.prompt_ids),
+                    chooser=chooser,
+                    stop=StopChecker(request.stopping, self._eos_ids, self._tokenizer),
                 )
             )
 
-    def _matcher(self, request: GenerationRequest) -> Matcher | None:
-        return None if request.constraint is None else self._grammars.matcher(request.constraint)
-
-    def _draft_blocks(self) -> list[Block]:
+    def _decoding_rows(self) -> list[Rows]:
         decoding = [sequence for sequence in self.running if not sequence.prefilling]
         proposals = [self._propose(sequence) for sequence in decoding]
         lengths = self._policy.block_lengths(proposals)
-        blocks = []
+        batch = []
         for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
             drafted = proposal.tokens[:length]
             drafted = drafted[: sequence.chooser.allowed(drafted)]
-            blocks.append(Block(sequence, (sequence.tokens[-1], *drafted), proposal))
-        return blocks
+            batch.append(Rows(sequence, (sequence.tokens[-1], *drafted), proposal))
+        return batch
 
     def _propose(self, sequence: Running) -> Proposal:
         if sequence.draft is None or not self._speculates(sequence.request):
@@ -250,66 +283,68 @@ class EngineCore:
         )
         return self.drafter is not None and request.speculation and self._switched_off.isdisjoint(scopes)
 
-    def _prompt_blocks(self) -> Iterable[Block]:
+    def _prompt_rows(self) -> Iterable[Rows]:
         budget = PREFILL_ROWS
         for sequence in self.running:
             if sequence.prefilling and budget > 0:
                 chunk = sequence.tokens[sequence.kv.length : sequence.kv.length + budget]
                 budget -= len(chunk)
-                yield Block(sequence, chunk)
+                yield Rows(sequence, chunk)
 
-    def _forward(self, blocks: Sequence[Block]) -> Tensor:
+    def _forward(self, batch: Sequence[Rows]) -> Tensor:
         segments: list[Segment] = []
         positions: list[int] = []
         tokens: list[int] = []
-        for block in blocks:
-            kv = block.sequence.kv
-            segments.append(Segment(len(tokens), len(block.tokens), kv.start, kv.length))
-            positions.extend(range(kv.length, kv.length + len(block.tokens)))
-            tokens.extend(block.tokens)
+        for rows in batch:
+            kv = rows.sequence.kv
+            segments.append(Segment(len(tokens), len(rows.tokens), kv.start, kv.length))
+            positions.extend(range(kv.length, kv.length + len(rows.tokens)))
+            tokens.extend(rows.tokens)
         device = self._target.device
         return self._target.forward(
             torch.tensor(tokens, device=device), torch.tensor(positions, device=device), segments, self._kv
         )
 
-    def _logits(self, blocks: Sequence[Block], hidden: Tensor) -> Tensor:
-        rows: list[int] = []
+    def _logits(self, batch: Sequence[Rows], hidden: Tensor) -> Tensor:
+        wanted: list[int] = []
         end = 0
-        for block in blocks:
-            end += len(block.tokens)
-            rows.extend(range(end - self._logit_rows(block), end))
-        if not rows:
+        for rows in batch:
+            end += len(rows.tokens)
+            wanted.extend(range(end - self._logit_rows(rows), end))
+        if not wanted:
             return hidden.new_empty(0, self._target.config.vocab)
-        if len(rows) < hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, device=hidden.device)]
+        if len(wanted) < hidden.shape[0]:
+            hidden = hidden[torch.tensor(wanted, device=hidden.device)]
         return self._target.logits(hidden)
 
-    def _logit_rows(self, block: Block) -> int:
-        sequence = block.sequence
+    def _logit_rows(self, rows: Rows) -> int:
+        sequence = rows.sequence
         if not sequence.prefilling:
-            return len(block.tokens)
-        return int(sequence.kv.length + len(block.tokens) == len(sequence.tokens))
+            return len(rows.tokens)
+        return int(sequence.kv.length + len(rows.tokens) == len(sequence.tokens))
 
-    def _advance(self, block: Block, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit | None:
-        """Take one block's results into its sequence."""
-        sequence = block.sequence
+    def _advance(self, rows: Rows, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Iterable[Commit]:
+        """Take one sequence's results in, and yield what they commit."""
+        sequence, request = rows.sequence, rows.sequence.request
         if not sequence.prefilling:
-            return self._verify(block, logits, arg_max, shared)
-        self.cache.extend(sequence.kv, block.tokens)
+            yield self._verify(rows, logits, arg_max, shared)
+            return
+        self.cache.extend(sequence.kv, rows.tokens)
         if not arg_max:
-            return None
+            return
         token = sequence.chooser.choose(logits[0], arg_max[0], len(sequence.tokens))
         finish = sequence.stop.push(token)
         sequence.tokens.append(token)
-        sequence.draft = self.drafter.start(sequence.tokens) if self.drafter else None
+        if self.drafter is not None and request.speculation:
+            sequence.draft = self.drafter.start(sequence.tokens)
         if sequence.choice == 0:
-            choices = range(1, sequence.request.n)
-            self.waiting.extendleft((sequence.request, choice, sequence.seed) for choice in reversed(choices))
-        return self._commit(sequence, (token,), logits, finish, None)
+            others = [Waiting(request, choice, sequence.seed, sequence.matcher) for choice in range(1, request.n)]
+            self.waiting.extendleft(reversed(others))
+        yield self._commit(sequence, (token,), logits, finish, None)
 
-    def _verify(self, block: Block, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit:
+    def _verify(self, rows: Rows, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit:
         """Commit the drafted tokens the target agrees with and its own next token, up to a stop."""
-        sequence, drafted = block.sequence, block.tokens[1:]
+        sequence, drafted = rows.sequence, rows.tokens[1:]
         position = len(sequence.tokens) - 1
         committed: list[int] = []
         accepted = 0
@@ -331,9 +366,9 @@ class EngineCore:
             request_id=sequence.request.request_id,
             choice=sequence.choice,
             position=position,
-            drafted=block.proposal.tokens,
-            draft_prob=block.proposal.draft_prob,
-            match_length=block.proposal.match_length,
+            drafted=rows.proposal.tokens,
+            draft_prob=rows.proposal.draft_prob,
+            match_length=rows.proposal.match_length,
             block_length=len(drafted),
             accepted=accepted,
             committed=tuple(committed),

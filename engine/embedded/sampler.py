@@ -20,8 +20,8 @@ NUCLEUS_CANDIDATES = 1024
 class TokenChooser:
     """Chooses the tokens of one choice, in order; each choice depends on those before it and on its own row alone.
 
-    Rows are taken one at a time, so that no reduction depends on how many rows a pass had. The order is: grammar,
-    bias, penalties, temperature, top-k, top-p, min-p, noise.
+    Rows are taken one at a time, so that no reduction depends on how many rows a pass had. The order is: bias,
+    penalties, grammar, temperature, top-k, top-p, min-p, noise.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class TokenChooser:
         token = int(scores.argmax()) if greedy else self._sampled(scores, position)
         if self._adjusts:
             self._counts[token] += 1
-        if self._matcher is not None:
-            self._matcher.consume_token(token)
+        if self._matcher is not None and not self._matcher.consume_token(token):
+            raise RuntimeError(f"the grammar cannot go on after token {token}: {self._matcher.get_error()}")
         return token
 
     def allowed(self, drafted: Sequence[int]) -> int:
@@ -61,7 +61,7 @@ class TokenChooser:
         return int((scores + noise).argmax())
 
     def _adjusted(self, scores: Tensor) -> Tensor:
-        """Scores, float32 [vocab], under grammar, bias and penalties; the argument is not changed."""
+        """Scores, float32 [vocab], under bias, penalties and grammar; the argument is not changed."""
         params = self._params
         if self._bias:
             scores = _add(scores, self._bias)

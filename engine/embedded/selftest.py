@@ -14,57 +14,65 @@ from redraft.engine.embedded.attention import KEY_BLOCK, Segment
 from redraft.engine.embedded.cache import pages
 from redraft.engine.embedded.model import Target
 
-_SHORT = KEY_BLOCK - 5
-"""Rows begin below a padding boundary and end above it."""
+_LEAD = KEY_BLOCK
+"""Rows prefilled before the compared ones, in the same segment, so that these stand in the largest tiles too."""
 
+_SHORT = KEY_BLOCK - 5
 _LONG = 9 * KEY_BLOCK + 20
+"""Where prefill starts: in both cases the compared rows begin below a padding boundary and end above it."""
+
 _ROWS = 12
 _CROWD = 160
 _PASSES = (((12,), _CROWD), ((8, 4), 0), ((2, 3, 7), 0), ((1, 5, 6), 0))
-"""How many rows each pass takes, and how many rows of another request share it."""
+"""How many of the compared rows each pass takes, and how many rows of another request share it."""
 
 
 def rows_are_invariant(target: Target, *, seed: int = 0) -> bool:
-    """Whether rows decoded one by one, verified in blocks and prefilled in a crowd have equal bits.
+    """Whether rows prefilled together, decoded one by one, and verified in blocks have equal bits.
 
     Rows stand behind two contexts of random K/V, a short and a long one; logits and written K/V are compared. The rows
     decoded one by one take one thread, the others all.
     """
     threads = torch.get_num_threads()
     generator = torch.Generator().manual_seed(seed)
-    longest = min(_LONG, target.config.context_length - _ROWS)
-    own_slots = pages(longest + _ROWS)
-    shape = target.new_kv(own_slots + pages(_CROWD)).shape
+    longest = max(0, min(_LONG, target.config.context_length - _LEAD - _ROWS))
+    shape = target.new_kv(pages(longest + _LEAD + _ROWS) + pages(_CROWD)).shape
     blank = torch.empty(shape).normal_(generator=generator).to(target.dtype).to(target.device)
-    tokens = torch.randint(target.config.vocab, (_ROWS + _CROWD,), generator=generator).to(target.device)
-    for position in (_SHORT, longest):
+    tokens = torch.randint(target.config.vocab, (_LEAD + _ROWS + _CROWD,), generator=generator).to(target.device)
+    for start in (min(_SHORT, longest), longest):
+        kv = blank.clone()
+        hidden = _forward(target, kv, tokens[: _LEAD + _ROWS], [Segment(0, _LEAD + _ROWS, 0, start)])
+        position = start + _LEAD
+        expected = target.logits(hidden[_LEAD:]), kv[:, position : position + _ROWS].clone()
         torch.set_num_threads(1)
-        expected = _run(target, blank, tokens, position, (1,) * _ROWS, crowd=0)
+        decoded = _run(target, kv, tokens, position, (1,) * _ROWS, crowd=0)
         torch.set_num_threads(threads)
-        for widths, crowd in _PASSES:
-            found = _run(target, blank, tokens, position, widths, crowd=crowd)
+        verified = (_run(target, kv, tokens, position, widths, crowd=crowd) for widths, crowd in _PASSES)
+        for found in (decoded, *verified):
             if not all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)):
                 return False
     return True
 
 
 def _run(
-    target: Target, blank: Tensor, tokens: Tensor, position: int, widths: Sequence[int], *, crowd: int
+    target: Target, kv: Tensor, tokens: Tensor, position: int, widths: Sequence[int], *, crowd: int
 ) -> tuple[Tensor, Tensor]:
-    """Logits and K/V of the rows, passed ``widths`` at a time beside ``crowd`` rows of another request."""
-    kv = blank.clone()
+    """Logits and K/V of the compared rows, passed ``widths`` at a time beside ``crowd`` rows of another request."""
+    kv = kv.clone()
+    kv[:, position : position + _ROWS] = 0
     logits = []
     done = 0
     for width in widths:
-        first = position + done
-        segments = [Segment(0, width, 0, first)]
-        row_tokens = tokens[done : done + width]
-        positions = torch.arange(first, first + width, device=target.device)
+        segments = [Segment(0, width, 0, position + done)]
+        row_tokens = tokens[_LEAD + done : _LEAD + done + width]
         if crowd:
             segments.append(Segment(width, crowd, kv.shape[1] - pages(crowd), 0))
-            row_tokens = torch.cat((row_tokens, tokens[_ROWS : _ROWS + crowd]))
-            positions = torch.cat((positions, torch.arange(crowd, device=target.device)))
-        hidden = target.forward(row_tokens, positions, segments, kv)
-        logits.append(target.logits(hidden[:width]))
+            row_tokens = torch.cat((row_tokens, tokens[-crowd:]))
+        logits.append(target.logits(_forward(target, kv, row_tokens, segments)[:width]))
         done += width
     return torch.cat(logits), kv[:, position : position + done]
+
+
+def _forward(target: Target, kv: Tensor, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
+    positions = [torch.arange(each.position, each.position + each.rows) for each in segments]
+    return target.forward(tokens, torch.cat(positions).to(target.device), segments, kv)

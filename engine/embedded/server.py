@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -18,6 +20,7 @@ from queue import Empty, SimpleQueue
 import msgspec
 import torch
 
+from redraft.engine.chat.grammar import GrammarCompiler
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints import resolve, served_name
 from redraft.engine.checkpoints.checkpoint import validate
@@ -34,6 +37,8 @@ from redraft.engine.embedded.threads import ThreadGovernor
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
 from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
+
+logger = logging.getLogger(__name__)
 
 PARAMETERS = frozenset(
     {
@@ -95,11 +100,14 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
             f"one token takes {target.kv_bytes_per_token} bytes"
         )
     target_identity = identity(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    grammars = _grammars(tokenizer, model.vocab)
     core = EngineCore(
         target,
         target.new_kv(slots),
         identity=target_identity,
-        tokenizer=Tokenizer.from_folder(folder),
+        tokenizer=tokenizer,
+        grammars=grammars,
         context_length=context,
         drafter=NgramDrafter() if config.drafter == "ngram" else None,
         policy=FixedLength(config.block_size),
@@ -115,13 +123,21 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         max_prompt_tokens=core.max_tokens_per_request - 1,
         lossless="tolerant" if lossless == "tolerant" else "invariant",
         parameters=PARAMETERS,
-        constrained_decoding=True,
+        constrained_decoding=grammars is not None,
         logprobs=True,
         hot_swap=False,
         telemetry=True,
         draft_prob=False,
     )
     return core, capabilities
+
+
+def _grammars(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler | None:
+    try:
+        return GrammarCompiler(tokenizer, vocab_size)
+    except ValueError as error:
+        logger.warning("constrained answers are off, for this tokenizer cannot be constrained: %s", error)
+        return None
 
 
 def _threads(config: EngineConfig) -> int:
@@ -157,13 +173,8 @@ class EngineServer:
         thread.start()
         while self._take_messages():
             self._threads.update()
-            commits = self._core.step()
+            self._send(self._core.step())
             self._health = self._measure()
-            by_connection: dict[Connection, list[Commit]] = {}
-            for commit in commits:
-                by_connection.setdefault(self._owners[commit.request_id], []).append(commit)
-            for connection, group in by_connection.items():
-                self._post(connection, wire.Commits(tuple(group)))
             self._forget_finished()
         self._io.call_soon_threadsafe(self._io.stop)
         thread.join()
@@ -186,7 +197,7 @@ class EngineServer:
             case wire.Submit(request):
                 self._submit(connection, request)
             case wire.Abort(request_id):
-                self._core.abort(request_id)
+                self._send(self._core.abort(request_id))
             case Closed():
                 for request_id in connection.requests:
                     self._core.abort(request_id)
@@ -199,6 +210,13 @@ class EngineServer:
                 self._post(connection, wire.Reply(call))
         self._forget_finished()
         self._health = self._measure()
+
+    def _send(self, commits: Iterable[Commit]) -> None:
+        by_connection: dict[Connection, list[Commit]] = {}
+        for commit in commits:
+            by_connection.setdefault(self._owners[commit.request_id], []).append(commit)
+        for connection, group in by_connection.items():
+            self._post(connection, wire.Commits(tuple(group)))
 
     def _submit(self, connection: Connection, request: GenerationRequest) -> None:
         try:

@@ -17,11 +17,12 @@ LOOPING_DISTINCT = 0.6
 
 
 def envelope(
-    name: str, method: str, metrics: Mapping[str, float | None], table: Sequence[Mapping[str, Any]]
+    name: str, method: str, commit: str | None, metrics: Mapping[str, float | None], table: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
+    """A result; ``commit`` is what `present_commit` said before the measuring began."""
     return {
         "name": name,
-        "commit": _commit(),
+        "commit": commit,
         "machine": _machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "method": method,
@@ -46,7 +47,8 @@ def is_looping(tokens: Sequence[int]) -> bool:
     return len(set(grams)) < LOOPING_DISTINCT * len(grams)
 
 
-def _commit() -> str | None:
+def present_commit() -> str | None:
+    """The checkout's commit, marked where files have changed since; None outside a checkout."""
     root = Path(__file__).resolve().parent
     git = ["git", "-C", str(root)]
     try:

@@ -28,7 +28,7 @@ from redraft.engine.embedded.model import Target
 from redraft.engine.types import AcceptLength, GenerationRequest, Principal, SamplingParams, StopConditions
 from redraft.ops.bench.bfcl import AgentSession, sessions
 from redraft.ops.bench.deployment import running
-from redraft.ops.bench.report import envelope, is_looping, progress
+from redraft.ops.bench.report import envelope, is_looping, present_commit, progress
 
 MODEL = "smollm2-135m"
 GREEDY = SamplingParams(temperature=0)
@@ -69,6 +69,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 
 async def _run(quick: bool) -> dict[str, Any]:
+    commit = present_commit()
     folder = resolve(MODEL)
     chat = ChatEncoder.from_folder(folder)
     metrics: dict[str, float | None] = {}
@@ -81,7 +82,7 @@ async def _run(quick: bool) -> dict[str, Any]:
         await _against_hugging_face(engine, reference, prompts, metrics, table, quick)
         await _ngram(engine, prompts, metrics, table, answers=8 if quick else 40)
         await _gateway(engine, chat, url, metrics, table, pairs=60 if quick else 200)
-    return envelope("serve", METHOD, metrics, table)
+    return envelope("serve", METHOD, commit, metrics, table)
 
 
 async def _against_hugging_face(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from redraft.engine.chat.grammar import GrammarCompiler
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.drafters.base import Drafter
@@ -30,9 +31,11 @@ def load_target(folder: Path, *, dtype: torch.dtype = torch.bfloat16, invariant:
 @pytest.fixture
 def make_core(tiny_target: Target, tiny_checkpoint: Path) -> Callable[..., EngineCore]:
     def make(drafter: Drafter | None = None, **overrides: Any) -> EngineCore:
+        tokenizer = Tokenizer.from_folder(tiny_checkpoint)
         settings: dict[str, Any] = {
             "identity": "tiny",
-            "tokenizer": Tokenizer.from_folder(tiny_checkpoint),
+            "tokenizer": tokenizer,
+            "grammars": GrammarCompiler(tokenizer, tiny_target.config.vocab),
             "context_length": 512,
             "drafter": drafter or NgramDrafter(),
             "policy": FixedLength(8),

@@ -256,6 +256,43 @@ def test_aborting_frees_the_place_at_once(make_core: MakeCore) -> None:
     assert [c.request_id for c in commits] == ["b"]
 
 
+def test_whoever_listens_to_an_aborted_request_is_told(make_core: MakeCore) -> None:
+    core = make_core(max_running=1)
+    core.submit(request("running", max_tokens=300))
+    core.submit(request("waiting"))
+    core.step()
+    for request_id in ("running", "waiting"):
+        (commit,) = core.abort(request_id)
+        assert (commit.request_id, commit.finish_reason, commit.token_ids) == (request_id, "abort", ())
+    assert core.abort("unknown") == []
+    assert not core.request_ids
+
+
+def test_a_fault_in_one_request_aborts_that_one_alone(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(run(make_core(), [request("sound")]))
+    choose = TokenChooser.choose
+
+    def faulty(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:
+        if self._seed == 666 and position > 45:
+            raise RuntimeError("the grammar is lost")
+        return choose(self, logits, arg_max, position)
+
+    monkeypatch.setattr(TokenChooser, "choose", faulty)
+    faulty_request = request("faulty", sampling=SamplingParams(temperature=1.0, seed=666), n=2)
+    core = make_core()
+    commits = run(core, [request("sound"), faulty_request])
+    assert {key: ids for key, ids in answers(commits).items() if key[0] == "sound"} == expected
+    assert [c.finish_reason for c in commits if c.request_id == "faulty"][-1] == "abort"
+    assert core.cache.used_slots == sum(s.capacity for s in core.cache._idle.values())
+
+
+def test_many_choices_of_one_client_do_not_fill_the_queue_of_others(make_core: MakeCore) -> None:
+    core = make_core(max_running=1, max_waiting=1)
+    core.submit(request("many", n=16, sampling=SamplingParams(temperature=1.0)))
+    core.step()
+    core.submit(request("other"))
+
+
 def test_aborting_while_the_prompt_is_being_read_leaves_a_usable_cache(make_core: MakeCore) -> None:
     core = make_core()
     prompt = [index % 250 for index in range(400)]
@@ -273,7 +310,7 @@ def test_a_full_queue_turns_requests_away(make_core: MakeCore) -> None:
     core.submit(request("a"))
     core.step()
     core.submit(request("b"))
-    with pytest.raises(EngineOverloaded, match="1 waiting"):
+    with pytest.raises(EngineOverloaded, match="1 requests waiting"):
         core.submit(request("c"))
 
 
