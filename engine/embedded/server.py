@@ -207,6 +207,7 @@ class EngineServer:
                 self._post(connection, wire.Reply(call, error=_unknown_drafter(pointer.serving)))
             case wire.SetSpeculation(call, scope, on):
                 self._core.set_speculation(scope, on)
+                self._health = self._measure()
                 self._post(connection, wire.Reply(call))
         self._forget_finished()
         self._health = self._measure()
