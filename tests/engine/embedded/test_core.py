@@ -245,6 +245,28 @@ def test_a_stop_string_across_tokens_ends_the_answer_where_it_begins(make_core: 
     assert core._tokenizer.decode(answers(commits)["s", 0]).startswith(text[: text.index(stop)])
 
 
+@pytest.mark.parametrize("offset", range(16))
+def test_a_stop_string_is_found_at_every_offset_of_a_block(make_core: MakeCore, offset: int) -> None:
+    """vLLM, SGLang: a stop string early in an accepted block was missed (sgl-project/sglang#23802)."""
+    letters = make_core()._tokenizer.encode("abcdefghijklmnopqrst")
+    sampling = SamplingParams(temperature=2.0, seed=offset, logit_bias=tuple((letter, 90.0) for letter in letters))
+    stopping = StopConditions(max_tokens=40, ignore_eos=True)
+    plain = answers(run(make_core(), [request(sampling=sampling, stopping=stopping, speculation=False)]))["r", 0]
+    drafter = ScriptedDrafter([list(range(40)) + plain], 0.0)
+    core = make_core(drafter, policy=FixedLength(17), block_size=17)
+    text = core._tokenizer.decode(plain)
+    assert len(text) == len(plain) == 40, "a token a letter"
+    for length in (1, 3):
+        stop = text[1 + offset : 1 + offset + length]
+        end = text.index(stop)
+        stops = StopConditions(max_tokens=40, strings=("never", stop), ignore_eos=True)
+        commits = run(core, [request("s", sampling=sampling, stopping=stops)])
+        assert commits[-1].text_end == end
+        assert answers(commits)["s", 0] == plain[: end + length]
+        assert commits[-1].finish_reason == "stop"
+        assert max(len(c.token_ids) for c in commits) > 1 or end < 2, "the stop must fall inside an accepted block"
+
+
 def test_aborting_frees_the_place_at_once(make_core: MakeCore) -> None:
     core = make_core(max_running=1)
     core.submit(request("a", max_tokens=300))

@@ -83,6 +83,8 @@ def test_the_self_test_passes_invariant_rows_and_fails_a_target_whose_rows_depen
 ) -> None:
     target = load_target(make_checkpoint(max_position_embeddings=1024))
     assert rows_are_invariant(target)
+    assert rows_are_invariant(load_target(make_checkpoint(max_position_embeddings=160)))
+    assert not rows_are_invariant(load_target(make_checkpoint(max_position_embeddings=40)))
     original = Target.logits
     monkeypatch.setattr(Target, "logits", lambda self, hidden: original(self, hidden) * (1 + hidden.shape[0] / 256))
     assert not rows_are_invariant(target)
