@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import llguidance
 
@@ -15,25 +15,40 @@ from redraft.engine.types import Constraint
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """One way to write each value, as models write it; free white space invites endless runs of it."""
 
-_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
-def json_constraint(schema: Mapping[str, Any] = _ANY_OBJECT) -> Constraint:
+def json_constraint(schema: Mapping[str, Any] = ANY_OBJECT) -> Constraint:
     """Exactly one JSON value of ``schema``; any object by default."""
-    return Constraint("json_schema", json.dumps(schema))
+    return Constraint("json_schema", json.dumps(_styled(schema)))
 
 
-def tool_call_constraint(tools: Sequence[Tool], *, parallel: bool) -> Constraint:
-    """One Hermes call of one of ``tools``, or one and more if ``parallel``, with arguments of the tool's schema."""
+def arguments_constraint(tool: Tool) -> Constraint:
+    """The arguments of one call; what a strict tool's schema asks and no grammar can is a problem, else left out."""
+    return Constraint("json_schema", json.dumps(_styled(tool.parameters or ANY_OBJECT, lenient=not tool.strict)))
+
+
+def tool_call_constraint(
+    tools: Sequence[Tool], *, parallel: bool, instead: Mapping[str, Any] | Literal["text"] | None = None
+) -> Constraint:
+    """One Hermes call of one of ``tools``, or one and more if ``parallel``, with arguments of the tool's schema.
+
+    ``instead`` allows an answer without calls: a JSON value of a schema, or text, which may also come before calls.
+    """
+    more = r'("\n<tool_call>" call)*' if parallel else ""
     choices = " | ".join(f"tool_{index}" for index in range(len(tools)))
-    rules = [
-        r'start: call ("\n" call)*' if parallel else "start: call",
-        rf'call: "<tool_call>\n" ({choices}) "\n</tool_call>"',
-    ]
+    rules = [rf'call: "\n" ({choices}) "\n</tool_call>"']
+    match instead:
+        case None:
+            rules += [f'start: "<tool_call>" call {more}']
+        case "text":
+            rules += [f"start: TEXT | opening call {more}", 'opening[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
+        case schema:
+            rules += [f'start: json | "<tool_call>" call {more}', f"json: %json {json.dumps(_styled(schema))}"]
     for index, tool in enumerate(tools):
         begin = f'{{"name": {json.dumps(tool.name)}, "arguments": '
-        rules.append(f'tool_{index}: {json.dumps(begin)} arguments_{index} "}}"')
-        rules.append(f"arguments_{index}: %json {json.dumps(_styled(tool.parameters or _ANY_OBJECT))}")
+        rules += [f'tool_{index}: {json.dumps(begin)} arguments_{index} "}}"']
+        rules += [f"arguments_{index}: %json {arguments_constraint(tool).text}"]
     return Constraint("lark", "\n".join(rules))
 
 
@@ -49,6 +64,10 @@ class Matcher(Protocol):
     """Where an answer stands in its grammar (llguidance's ``LLMatcher``)."""
 
     def consume_token(self, sampled_token: int) -> bool: ...
+
+    def get_error(self) -> str: ...
+
+    def deep_copy(self) -> Matcher: ...
 
     def validate_tokens(self, tokens: list[int]) -> int:
         """How many of these tokens, from the first, may come next."""
@@ -78,8 +97,8 @@ class GrammarCompiler:
 def _grammar(constraint: Constraint) -> str:
     if constraint.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(constraint.text)
-    return llguidance.LLMatcher.grammar_from_json_schema(constraint.text, overrides=_JSON_STYLE)
+    return llguidance.LLMatcher.grammar_from_json_schema(constraint.text)
 
 
-def _styled(schema: Mapping[str, Any]) -> dict[str, Any]:
-    return {**schema, "x-guidance": {**schema.get("x-guidance", {}), **_JSON_STYLE}}
+def _styled(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:
+    return {**schema, "x-guidance": {**_JSON_STYLE, "lenient": lenient, "coerce_one_of": lenient}}

@@ -16,18 +16,22 @@ class ToolCall(Struct, frozen=True):
 
 
 class Tool(Struct, frozen=True):
-    """A function the model may call; ``parameters`` is a JSON schema, None for a function without any."""
+    """A function the model may call; ``parameters`` is a JSON schema, None for a function without any.
+
+    ``strict`` asks that every call's arguments follow the schema.
+    """
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 class Message(Struct, frozen=True):
     """One turn; ``role`` is system, developer, user, assistant or tool.
 
     ``content`` None is normal on an assistant's message that calls tools. ``tool_call_id`` says which call a tool
-    message answers.
+    message answers. ``reasoning`` is what an assistant thought before its content.
     """
 
     role: str
@@ -35,3 +39,4 @@ class Message(Struct, frozen=True):
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning: str | None = None

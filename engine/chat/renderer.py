@@ -92,6 +92,7 @@ class Renderer:
         self._knows_tools = "tools" in variables
         self._knows_tool_calls = "tool_calls" in template
         self._knows_developer = "developer" in template
+        self._knows_reasoning = "reasoning_content" in template
         self._knows_message_name = _MESSAGE_NAME.search(template) is not None
         self._takes_string_arguments = _STRING_ARGUMENTS.search(template) is not None
 
@@ -151,10 +152,14 @@ class Renderer:
             raise RenderError(f"messages[{i}]: only assistant messages can call tools.")
         if message.name is not None and message.role != "tool" and not self._knows_message_name:
             raise RenderError(f"messages[{i}] has a name, for which this model's chat template has no place.")
+        if message.reasoning is not None and (message.role != "assistant" or not self._knows_reasoning):
+            raise RenderError(f"messages[{i}] has reasoning, for which this model's chat template has no place.")
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         rendered: dict[str, Any] = {"role": role, "content": message.content or ""}
         if message.name is not None:
             rendered["name"] = message.name
+        if message.reasoning is not None:
+            rendered["reasoning_content"] = message.reasoning
         if message.role == "tool":
             self._answer(message, i, calls, rendered)
         if message.tool_calls:

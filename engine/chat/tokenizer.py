@@ -14,6 +14,16 @@ from redraft.engine.checkpoints.errors import CheckpointError
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
+def _byte_level_alphabet() -> dict[str, int]:
+    """The byte each character of a byte-level token stands for (GPT-2, ``encoder.py``, ``bytes_to_unicode``)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_level_alphabet()
+
+
 class Tokenizer:
     """A checkpoint's ``tokenizer.json``; ``special_tokens`` maps its control tokens to their ids."""
 
@@ -28,6 +38,8 @@ class Tokenizer:
         byte_ids = (self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self.byte_fallback_ids = frozenset(i for i in byte_ids if i is not None)
         self.special_ids = frozenset(self.special_tokens.values())
+        self._added_ids = frozenset(self._tokenizer.get_added_tokens_decoder())
+        self._is_byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -39,18 +51,32 @@ class Tokenizer:
         except ValueError as error:
             raise CheckpointError(f"{file} is corrupt: {error}.") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``; control tokens written in it are recognised, none are added."""
-        return _encode(self._tokenizer, text)
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of ``text``; control tokens written in it are recognised.
+
+        ``add_special_tokens`` puts those around it that the checkpoint wants around a bare text, if any.
+        """
+        return _encode(self._tokenizer, text, add_special_tokens)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """Token ids of ``text`` as nothing but text: a control token written in it stays a run of characters."""
-        return _encode(self._ordinary, text)
+        return _encode(self._ordinary, text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids`` without control tokens; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of ``ids``, by default without control tokens; bytes that are no UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
+
+    def token_bytes(self, id_: int) -> bytes:
+        """The bytes one token stands for; a control token's are its name, an id without a token has none."""
+        token: str = self._tokenizer.id_to_token(id_) or ""
+        if id_ in self._added_ids:
+            return token.encode()
+        if self._is_byte_level:
+            return bytes(_BYTES[char] for char in token)
+        if id_ in self.byte_fallback_ids:
+            return bytes([int(token[3:5], 16)])
+        return token.replace("▁", " ").encode()
 
     def detokenizer(self) -> Detokenizer:
         return Detokenizer(self)
@@ -62,9 +88,9 @@ class Tokenizer:
         return tokenizer
 
 
-def _encode(tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """A batch of one, because only batches let other threads run meanwhile; megabytes take seconds."""
-    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    ids: list[int] = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
     return ids
 
 

@@ -152,6 +152,13 @@ def test_arguments_go_as_the_text_the_model_wrote_where_the_template_takes_text(
     assert odd.arguments in smollm2.render([Message("assistant", None, (odd,))])
 
 
+def test_reasoning_is_rendered_where_the_template_has_a_place_for_it() -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}"
+    assert Renderer(template).render([Message("assistant", "x", reasoning="hm")]) == "hm|x"
+    with pytest.raises(RenderError, match="has reasoning"):
+        Renderer(template).render([Message("user", "x", reasoning="hm")])
+
+
 def test_developer_stays_developer_where_the_template_knows_it() -> None:
     knows = CHATML + "{# developer #}"
     assert "<|im_start|>developer\n" in Renderer(knows).render([Message("developer", "x")])
@@ -180,6 +187,7 @@ def test_a_tools_answer_carries_the_name_of_the_call() -> None:
             r"messages\[1\] answers the tool call 'call_9', which no message before it made",
         ),
         ([Message("user", "x", name="Ann")], r"messages\[0\] has a name, for which"),
+        ([Message("assistant", "x", reasoning="hm")], r"messages\[0\] has reasoning, for which"),
         ([Message("user", "\ud800")], "lone surrogate"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import llguidance
 import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
@@ -119,3 +120,40 @@ def test_a_damaged_tokenizer_is_named(make_folder: Callable[[str], Path], conten
     (folder / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         Tokenizer.from_folder(folder)
+
+
+def test_a_tokens_bytes_are_those_that_a_grammar_reads(any_definition: str) -> None:
+    """llguidance takes tokenizers apart by itself; it keeps the byte 0xff for marking control tokens."""
+    tokenizer = Tokenizer(any_definition)
+    theirs = llguidance.LLTokenizer(any_definition)
+    ours = {id_: tokenizer.token_bytes(id_) for id_ in range(tokenizer.vocab_size)}
+    assert {raw for id_, raw in ours.items() if raw != theirs.decode_bytes([id_])} <= {b"\xff"}
+    assert tokenizer.token_bytes(tokenizer.vocab_size) == b""
+    assert [tokenizer.token_bytes(id_) for id_ in tokenizer.special_tokens.values()] == [
+        name.encode() for name in tokenizer.special_tokens
+    ]
+
+
+@with_fixtures
+@given(text=st.text(max_size=20))
+def test_the_bytes_of_tokens_make_the_bytes_of_their_text(definition: str, text: str) -> None:
+    tokenizer = Tokenizer(definition)
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+
+
+def test_control_tokens_are_decoded_where_they_are_asked_for(definition: str) -> None:
+    tokenizer = Tokenizer(definition)
+    text = "<|im_start|>hi<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False) == text
+
+
+def test_what_a_checkpoint_wants_before_a_text_is_added_where_it_is_asked_for(definition: str) -> None:
+    theirs = tokenizers.Tokenizer.from_str(definition)
+    theirs.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer = Tokenizer(theirs.to_str())
+    plain = tokenizer.encode("hi")
+    assert tokenizer.encode("hi", add_special_tokens=True) == [0, *plain]
+    assert 0 not in plain
