@@ -11,10 +11,17 @@ from starlette.responses import Response
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.protocol import Engine
+from redraft.gateway.chat_request import CHAT_BODY
+from redraft.gateway.chat_response import ChatCompletion, ChatCompletionChunk
 from redraft.gateway.config import GatewayConfig
 from redraft.gateway.errors import ApiError
 from redraft.gateway.middleware import RequestMiddleware
+from redraft.gateway.openapi import Operation, document
+from redraft.gateway.response import Model, ModelList, Status
 from redraft.gateway.service import Gateway
+from redraft.gateway.text_request import TEXT_BODY
+from redraft.gateway.text_response import TextCompletion
+from redraft.gateway.tokenization import DETOKENIZE_BODY, TOKENIZE_BODY, Text, Tokens
 from redraft.gateway.transport import JSONResponse
 
 
@@ -30,12 +37,23 @@ def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> Fast
     app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     app.add_middleware(RequestMiddleware, metrics=gateway.metrics)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_api_route("/v1/chat/completions", gateway.chat_completions, methods=["POST"])
-    app.add_api_route("/v1/models", gateway.models, methods=["GET"])
-    app.add_api_route("/v1/models/{model:path}", gateway.model, methods=["GET"])
-    app.add_api_route("/health", gateway.health, methods=["GET"])
-    app.add_api_route("/ready", gateway.ready, methods=["GET"])
-    app.add_api_route("/metrics", gateway.scrape, methods=["GET"])
+    operations = (
+        Operation(
+            "POST", "/v1/chat/completions", gateway.chat_completions, ChatCompletion, CHAT_BODY, ChatCompletionChunk
+        ),
+        Operation("POST", "/v1/completions", gateway.text_completions, TextCompletion, TEXT_BODY, TextCompletion),
+        Operation("POST", "/v1/tokenize", gateway.tokenize, Tokens, TOKENIZE_BODY),
+        Operation("POST", "/v1/detokenize", gateway.detokenize, Text, DETOKENIZE_BODY),
+        Operation("GET", "/v1/models", gateway.models, ModelList),
+        Operation("GET", "/v1/models/{model:path}", gateway.model, Model),
+        Operation("GET", "/health", gateway.health, Status),
+        Operation("GET", "/ready", gateway.ready, Status),
+        Operation("GET", "/metrics", gateway.scrape, None),
+    )
+    for operation in operations:
+        app.add_api_route(operation.path, operation.handler, methods=[operation.method])
+    described = JSONResponse(document(operations))
+    app.add_route("/openapi.json", lambda request: described, methods=["GET"])
     return app
 
 

@@ -2,118 +2,90 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Sequence
 
-import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from redraft.engine.chat.messages import Message
 from redraft.engine.chat.tool_calls import ContentDelta
 from redraft.engine.types import Capabilities
-from redraft.gateway.chat_request import ChatRequest
+from redraft.gateway.answer import Answer
 from redraft.gateway.chat_response import (
-    AcceptLengthOut,
     ChatCompletion,
     ChatCompletionChunk,
     ChoiceOut,
     ChunkChoice,
     Delta,
-    DrafterOut,
     FunctionDelta,
     FunctionOut,
+    LogprobsOut,
     MessageOut,
-    PromptDetails,
-    Statistics,
     ToolCallDeltaOut,
     ToolCallOut,
-    Usage,
 )
-from redraft.gateway.completion import AnswerDelta, Completion
+from redraft.gateway.completion import AnswerDelta, Completion, ScoredToken, Step
+from redraft.gateway.logprobs import chat_logprobs
+from redraft.gateway.prompt import Prepared
+from redraft.gateway.response import Statistics, Usage
 
-_ENCODER = msgspec.json.Encoder()
 
+class ChatAnswer(Answer):
+    """In a stream, a choice opens with a chunk of its own that tells its role.
 
-class ChatAnswer:
-    """Writes one completion out; call ``completed`` or iterate ``chunks``, once."""
+    Choices open in the order of their indices, for the openai client cannot take one before those below it; and it
+    counts log-probabilities in an opening chunk twice.
+    """
 
-    def __init__(self, completion: Completion, request: ChatRequest, capabilities: Capabilities) -> None:
-        self._completion = completion
-        self._include_usage = request.include_usage
-        self._return_statistics = request.return_statistics
-        self._envelope: dict[str, Any] = {
-            "id": completion.request.request_id,
-            "created": int(time.time()),
-            "model": capabilities.model_name,
-            "system_fingerprint": f"fp_{capabilities.target.rpartition(':')[2][:12]}",
-        }
+    id_prefix = "chatcmpl"
 
-    async def completed(self) -> ChatCompletion:
-        await self._completion.run()
+    def __init__(self, id_: str, completion: Completion, prepared: Prepared, capabilities: Capabilities) -> None:
+        super().__init__(id_, completion, prepared, capabilities)
+        self._opened = 0
+
+    def _whole(self, *, usage: Usage, redraft: Statistics | UnsetType) -> ChatCompletion:
         choices = [
-            ChoiceOut(index=index, message=_message(choice.message()), finish_reason=choice.finish_reason)
+            ChoiceOut(
+                index=index,
+                message=_message(choice.message()),
+                logprobs=self._logprobs(choice.logprobs),
+                finish_reason=choice.finish_reason,
+            )
             for index, choice in enumerate(self._completion.choices)
         ]
-        return ChatCompletion(**self._envelope, choices=choices, usage=self._usage(), redraft=self._statistics())
+        return ChatCompletion(**self._envelope, choices=choices, usage=usage, redraft=redraft)
 
-    async def chunks(self) -> AsyncGenerator[bytes]:
-        """The JSON of each chunk; statistics come in the last one.
+    def _choices(self, step: Step) -> list[ChunkChoice]:
+        deltas = [_delta(piece) for piece in step.deltas]
+        if step.finish_reason is not None:
+            deltas.append(Delta(content="") if self._completion.choices[step.choice].is_empty else Delta())
+        elif step.logprobs and not deltas:
+            deltas.append(Delta())
+        if not deltas:
+            return []
+        opening = range(self._opened, step.choice + 1)
+        self._opened = max(self._opened, step.choice + 1)
+        choices = [ChunkChoice(index=index, delta=Delta(role="assistant", content=None)) for index in opening]
+        last = len(deltas) - 1
+        choices += [
+            ChunkChoice(
+                index=step.choice,
+                delta=delta,
+                logprobs=self._logprobs(step.logprobs) if i == 0 and step.logprobs else None,
+                finish_reason=step.finish_reason if i == last else None,
+            )
+            for i, delta in enumerate(deltas)
+        ]
+        return choices
 
-        A choice's role comes with its first delta. Choices open in the order of their indices, for the openai client
-        cannot take one before those below it.
-        """
-        opened = 0
-        unfinished = len(self._completion.choices)
-        async with aclosing(self._completion.steps()) as steps:
-            async for step in steps:
-                deltas = [_delta(piece) for piece in step.deltas]
-                if step.finish_reason is not None:
-                    deltas.append(Delta(content="") if self._completion.choices[step.choice].is_empty else Delta())
-                if not deltas:
-                    continue
-                for choice in range(opened, step.choice):
-                    yield self._chunk([ChunkChoice(index=choice, delta=Delta(role="assistant", content=None))])
-                if step.choice >= opened:
-                    opened = step.choice + 1
-                    deltas[0].role = "assistant"
-                    deltas[0].content = None if deltas[0].content is UNSET else deltas[0].content
-                for delta in deltas[:-1]:
-                    yield self._chunk([ChunkChoice(index=step.choice, delta=delta)])
-                unfinished -= step.finish_reason is not None
-                last = ChunkChoice(index=step.choice, delta=deltas[-1], finish_reason=step.finish_reason)
-                yield self._chunk([last], last=not unfinished and not self._include_usage)
-        if self._include_usage:
-            yield self._chunk([], usage=self._usage(), last=True)
+    def _chunk(
+        self, choices: list[ChunkChoice], *, usage: Usage | UnsetType | None, redraft: Statistics | UnsetType
+    ) -> ChatCompletionChunk:
+        return ChatCompletionChunk(**self._envelope, choices=choices, usage=usage, redraft=redraft)
 
-    def _chunk(self, choices: list[ChunkChoice], *, usage: Usage | None = None, last: bool = False) -> bytes:
-        chunk = ChatCompletionChunk(
-            **self._envelope,
-            choices=choices,
-            usage=usage if self._include_usage else UNSET,
-            redraft=self._statistics() if last else UNSET,
-        )
-        return _ENCODER.encode(chunk)
-
-    def _usage(self) -> Usage:
-        prompt, completion = len(self._completion.request.prompt_ids), self._completion.completion_tokens
-        return Usage(prompt, completion, prompt + completion, PromptDetails(self._completion.cached_tokens))
-
-    def _statistics(self) -> Statistics | msgspec.UnsetType:
-        if not self._return_statistics:
-            return UNSET
-        completion, tally = self._completion, self._completion.tally
-        return Statistics(
-            session_id=completion.request.session_id,
-            seed=completion.seed,
-            accept_length=AcceptLengthOut(tally.accept_length.committed, tally.accept_length.verify_steps),
-            drafted_tokens=tally.drafted,
-            verified_tokens=tally.verified,
-            accepted_tokens=tally.accepted,
-            cached_tokens=completion.cached_tokens,
-            drafters=[DrafterOut(drafter.kind, drafter.id) for drafter in tally.drafters],
-        )
+    def _logprobs(self, scored: Sequence[ScoredToken]) -> LogprobsOut | None:
+        if self._prepared.generation.logprobs is None:
+            return None
+        return chat_logprobs(self._completion.tokenizer, scored)
 
 
 def _message(message: Message) -> MessageOut:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+from redraft.gateway.response import FinishReason, Statistics, Usage
 
 
 class FunctionOut(Struct, frozen=True):
@@ -27,47 +27,31 @@ class MessageOut(Struct, frozen=True, kw_only=True):
     tool_calls: list[ToolCallOut] | UnsetType = UNSET
 
 
+class AlternativeOut(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprobOut(Struct, frozen=True):
+    """A token of the answer's text; ``bytes`` is null for a control token, which has no text."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[AlternativeOut]
+
+
+class LogprobsOut(Struct, frozen=True):
+    content: list[TokenLogprobOut]
+    refusal: None = None
+
+
 class ChoiceOut(Struct, frozen=True, kw_only=True):
     index: int
     message: MessageOut
-    logprobs: None = None
+    logprobs: LogprobsOut | None = None
     finish_reason: FinishReason | None
-
-
-class PromptDetails(Struct, frozen=True):
-    cached_tokens: int
-
-
-class Usage(Struct, frozen=True):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptDetails
-
-
-class AcceptLengthOut(Struct, frozen=True):
-    """Accept length as numerator and denominator."""
-
-    committed_tokens: int
-    verify_steps: int
-
-
-class DrafterOut(Struct, frozen=True):
-    kind: str
-    version: str
-
-
-class Statistics(Struct, frozen=True):
-    """What speculation did for one request; present when ``redraft.return_statistics`` asked for it."""
-
-    session_id: str
-    seed: int | None
-    accept_length: AcceptLengthOut
-    drafted_tokens: int
-    verified_tokens: int
-    accepted_tokens: int
-    cached_tokens: int
-    drafters: list[DrafterOut]
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -93,7 +77,7 @@ class ToolCallDeltaOut(Struct, frozen=True, kw_only=True):
     function: FunctionDelta
 
 
-class Delta(Struct, kw_only=True):
+class Delta(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType | None = UNSET
     tool_calls: list[ToolCallDeltaOut] | UnsetType = UNSET
@@ -102,7 +86,7 @@ class Delta(Struct, kw_only=True):
 class ChunkChoice(Struct, frozen=True, kw_only=True):
     index: int
     delta: Delta
-    logprobs: None = None
+    logprobs: LogprobsOut | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -117,15 +101,3 @@ class ChatCompletionChunk(Struct, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     redraft: Statistics | UnsetType = UNSET
-
-
-class Model(Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "redraft"
-
-
-class ModelList(Struct, frozen=True, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[Model]

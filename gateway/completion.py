@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -12,20 +13,37 @@ from redraft.engine.chat.messages import Message, ToolCall
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.chat.tool_calls import ContentDelta, ToolCallDelta, ToolCallParser
 from redraft.engine.protocol import Engine, EngineUnavailable
-from redraft.engine.types import AcceptLength, Commit, DrafterVersion, GenerationRequest
+from redraft.engine.types import AcceptLength, Commit, DrafterVersion, GenerationRequest, TokenLogprob
 from redraft.feedback.metrics import ServingMetrics
-from redraft.gateway.chat_response import FinishReason
+from redraft.gateway.response import FinishReason
 
 AnswerDelta = ContentDelta | ToolCallDelta
 
 
 @dataclass(frozen=True)
+class ScoredToken:
+    """A token of an answer, the character of the answer's text at which it begins, and its log-probability."""
+
+    id: int
+    offset: int
+    logprob: TokenLogprob
+
+
+@dataclass(frozen=True)
 class Step:
-    """What one commit added to one choice; a choice's last step carries ``finish_reason``."""
+    """What one commit added to one choice; a choice's last step carries ``finish_reason``.
+
+    ``logprobs`` are those of the tokens whose text has now been given, where the request asked for them.
+    """
 
     choice: int
     deltas: list[AnswerDelta]
+    logprobs: list[ScoredToken]
     finish_reason: FinishReason | None
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas if isinstance(delta, ContentDelta))
 
 
 @dataclass
@@ -45,7 +63,7 @@ class StopBuffer:
     def __init__(self, stop_strings: tuple[str, ...]) -> None:
         self._stop_strings = stop_strings
         self._held = ""
-        self._released = 0
+        self.released = 0
 
     def push(self, text: str) -> str:
         text = self._held + text
@@ -54,11 +72,11 @@ class StopBuffer:
     def finish(self, text: str, text_end: int | None) -> str:
         """The rest of the answer: all of it, or up to ``text_end`` characters from the answer's beginning."""
         text = self._held + text
-        return self._release(text, len(text) if text_end is None else max(text_end - self._released, 0))
+        return self._release(text, len(text) if text_end is None else max(text_end - self.released, 0))
 
     def _release(self, text: str, end: int) -> str:
         released, self._held = text[:end], text[end:]
-        self._released += len(released)
+        self.released += len(released)
         return released
 
 
@@ -77,16 +95,20 @@ class Choice:
         self._parser = ToolCallParser() if tools else None
         self._content: list[str] = []
         self._calls: list[tuple[str, str, list[str]]] = []
+        self._unscored: deque[ScoredToken] = deque()
+        self._text_length = 0
+        self.logprobs: list[ScoredToken] = []
         self.tokens = 0
         self.first_at = 0.0
         self.last_at = 0.0
         self.finish_reason: FinishReason | None = None
 
-    def push(self, commit: Commit, now: float) -> Step:
+    def push(self, number: int, commit: Commit, now: float) -> Step:
+        """Take a commit of this choice, which is number ``number`` of the answer."""
         self.first_at = self.first_at or now
         self.last_at = now
         self.tokens += len(commit.token_ids)
-        text = self._detokenizer.push(commit.token_ids)
+        text = self._read(commit)
         if commit.finish_reason is None:
             deltas = self._parse(self._stops.push(text))
         else:
@@ -94,6 +116,8 @@ class Choice:
             deltas += self._parser.finish() if self._parser else []
         for delta in deltas:
             self._keep(delta)
+        logprobs = self._released_logprobs(whole=commit.finish_reason is not None and commit.text_end is None)
+        self.logprobs += logprobs
         match commit.finish_reason:
             case "stop":
                 self.finish_reason = "tool_calls" if self._calls else "stop"
@@ -101,7 +125,12 @@ class Choice:
                 self.finish_reason = "length"
             case "abort":
                 raise EngineUnavailable("The engine gave this request up before its answer was complete; try again.")
-        return Step(commit.choice, deltas, self.finish_reason)
+        return Step(number, deltas, logprobs, self.finish_reason)
+
+    @property
+    def text(self) -> str:
+        """What is no tool call."""
+        return "".join(self._content)
 
     @property
     def is_empty(self) -> bool:
@@ -109,9 +138,27 @@ class Choice:
 
     def message(self) -> Message:
         """The assistant's message; ``content`` is None where there are tool calls and no text."""
-        content = "".join(self._content)
+        content = self.text
         calls = tuple(ToolCall(id_, name, "".join(arguments)) for id_, name, arguments in self._calls)
         return Message("assistant", content if content or not calls else None, calls)
+
+    def _read(self, commit: Commit) -> str:
+        """The text that has become certain; remembers where scored tokens begin in it."""
+        if commit.logprobs is None:
+            return self._detokenizer.push(commit.token_ids)
+        pieces = []
+        for id_, logprob in zip(commit.token_ids, commit.logprobs, strict=True):
+            self._unscored.append(ScoredToken(id_, self._text_length, logprob))
+            pieces.append(self._detokenizer.push((id_,)))
+            self._text_length += len(pieces[-1])
+        return "".join(pieces)
+
+    def _released_logprobs(self, *, whole: bool) -> list[ScoredToken]:
+        """Of the tokens whose text has been given; of all that are left where the answer ended ``whole``."""
+        released = []
+        while self._unscored and (whole or self._unscored[0].offset < self._stops.released):
+            released.append(self._unscored.popleft())
+        return released
 
     def _parse(self, text: str) -> list[AnswerDelta]:
         if self._parser is not None:
@@ -128,12 +175,15 @@ class Choice:
 
 
 class Completion:
-    """Runs one request once: iterate ``steps``, then read the choices, the counts and the tally."""
+    """Runs one request for each prompt once: iterate ``steps``, then read the choices, the counts and the tally.
+
+    Choices are numbered over all requests, in their order.
+    """
 
     def __init__(
         self,
         engine: Engine,
-        request: GenerationRequest,
+        requests: Sequence[GenerationRequest],
         tokenizer: Tokenizer,
         metrics: ServingMetrics,
         *,
@@ -145,27 +195,44 @@ class Completion:
         self._metrics = metrics
         self._started = started
         self._on_finish = on_finish
-        self.request = request
-        self.choices = [Choice(tokenizer, request.stopping.strings, tools) for _ in range(request.n)]
+        self._requests = requests
+        self._cached = [0] * len(requests)
+        self.tokenizer = tokenizer
+        self.choices = [
+            Choice(tokenizer, request.stopping.strings, tools) for request in requests for _ in range(request.n)
+        ]
         self.tally = Tally()
-        self.cached_tokens = 0
-        self.seed: int | None = request.sampling.seed
+        self.seed: int | None = requests[0].sampling.seed
+
+    @property
+    def session_id(self) -> str:
+        return self._requests[0].session_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(request.prompt_ids) for request in self._requests)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(self._cached)
 
     @property
     def completion_tokens(self) -> int:
         return sum(choice.tokens for choice in self.choices)
 
     async def steps(self) -> AsyncGenerator[Step]:
-        """Generate; closing this generator closes the engine's, which aborts the request."""
-        agent_type = self.request.agent_type
+        """Generate; closing this generator closes the engine's, which aborts the requests."""
+        agent_type = self._agent_type
+        n = self._requests[0].n
         try:
-            async with aclosing(self._engine.generate(self.request)) as commits:
-                async for commit in commits:
+            async with aclosing(merged([self._engine.generate(request) for request in self._requests])) as commits:
+                async for prompt, commit in commits:
                     now = time.perf_counter()
                     if not self.completion_tokens:
                         self._metrics.observe_first_token(agent_type, now - self._started)
-                    self._count(commit)
-                    yield self.choices[commit.choice].push(commit, now)
+                    self._count(prompt, commit)
+                    number = prompt * n + commit.choice
+                    yield self.choices[number].push(number, commit, now)
                     await asyncio.sleep(0)  # a backlog of commits must not keep the event loop from all others
             if not all(choice.finish_reason for choice in self.choices):
                 raise EngineUnavailable("The engine ended before the answer was complete; try again.")
@@ -175,7 +242,7 @@ class Completion:
             if self.completion_tokens:
                 self._metrics.count_tokens(
                     agent_type,
-                    prompt=len(self.request.prompt_ids),
+                    prompt=self.prompt_tokens,
                     cached=self.cached_tokens,
                     completion=self.completion_tokens,
                 )
@@ -185,8 +252,12 @@ class Completion:
             async for _ in steps:
                 pass
 
-    def _count(self, commit: Commit) -> None:
-        self.cached_tokens = max(self.cached_tokens, commit.cached_tokens)
+    @property
+    def _agent_type(self) -> str:
+        return self._requests[0].agent_type
+
+    def _count(self, prompt: int, commit: Commit) -> None:
+        self._cached[prompt] = max(self._cached[prompt], commit.cached_tokens)
         self.seed = self.seed if commit.seed is None else commit.seed
         step, tally = commit.verify_step, self.tally
         if step is None:
@@ -197,12 +268,36 @@ class Completion:
         tally.accepted += step.accepted
         if step.drafter is not None and step.drafter not in tally.drafters:
             tally.drafters.append(step.drafter)
-        self._metrics.count_step(step, self.request.agent_type)
+        self._metrics.count_step(step, self._agent_type)
 
     def _observe_finish(self) -> None:
-        agent_type = self.request.agent_type
+        agent_type = self._agent_type
         self._metrics.observe_request(agent_type, time.perf_counter() - self._started)
         for choice in self.choices:
             if choice.tokens > 1:
                 pace = (choice.last_at - choice.first_at) / (choice.tokens - 1)
                 self._metrics.observe_token_pace(agent_type, pace)
+
+
+async def merged(sources: Sequence[AsyncGenerator[Commit]]) -> AsyncGenerator[tuple[int, Commit]]:
+    """What all sources yield, as it comes, each with its source's number; closing this closes them all."""
+    pending = {asyncio.create_task(_next(source)): number for number, source in enumerate(sources)}
+    try:
+        while pending:
+            done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = pending.pop(task)
+                commit = task.result()
+                if commit is not None:
+                    yield number, commit
+                    pending[asyncio.create_task(_next(sources[number]))] = number
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for source in sources:
+            await source.aclose()
+
+
+async def _next(source: AsyncGenerator[Commit]) -> Commit | None:
+    return await anext(source, None)

@@ -6,7 +6,9 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -15,15 +17,21 @@ from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.protocol import Engine, EngineError, EngineUnavailable
 from redraft.engine.types import Capabilities, GenerationRequest, Health, Principal
 from redraft.feedback.metrics import CONTENT_TYPE, ServingMetrics
+from redraft.gateway.answer import Answer
 from redraft.gateway.auth import resolve_principal
 from redraft.gateway.chat_completions import ChatAnswer
-from redraft.gateway.chat_response import Model, ModelList
 from redraft.gateway.completion import Completion
 from redraft.gateway.config import GatewayConfig
-from redraft.gateway.errors import ApiError, InvalidRequest
-from redraft.gateway.prompt import Prompt, prepare
+from redraft.gateway.errors import InvalidRequest
+from redraft.gateway.generation import check_model
+from redraft.gateway.prompt import Prepared, prepare_chat, prepare_text
+from redraft.gateway.response import Model, ModelList, Status
 from redraft.gateway.sessions import Sessions, message_chain, new_session_id
+from redraft.gateway.text_completions import TextAnswer
+from redraft.gateway.tokenization import detokenize, tokenize
 from redraft.gateway.transport import EventStream, JSONResponse, read_body, until_disconnect
+
+T = TypeVar("T")
 
 SESSION_HEADER = "x-redraft-session"
 AGENT_HEADER = "x-redraft-agent"
@@ -47,44 +55,20 @@ class Gateway:
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of chunks."""
-        started = time.perf_counter()
-        principal = resolve_principal(request.headers)
-        agent_type = _name(request.headers, AGENT_HEADER) or "default"
-        named_session = _name(request.headers, SESSION_HEADER)
-        body = await read_body(request.receive, request.headers, self._config.max_body_bytes)
-        capabilities = await self._capabilities()
-        arguments = (body, self._chat, capabilities, self._config.default_max_tokens)
-        prompt = prepare(*arguments) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(prepare, *arguments)
-        session_id = self._enter_session(principal, named_session, prompt)
+        prepare = partial(prepare_chat, default_max_tokens=self._config.default_max_tokens)
+        return await self._complete(request, prepare, ChatAnswer)
 
-        def remember_answer(completion: Completion) -> None:
-            links = [message_chain([choice.message()], prompt.end)[0] for choice in completion.choices]
-            self._sessions.remember(principal.tenant, session_id, links)
+    async def text_completions(self, request: Request) -> Response:
+        """Continue texts, at once or as a stream of chunks."""
+        return await self._complete(request, prepare_text, TextAnswer)
 
-        completion = Completion(
-            self._engine,
-            GenerationRequest(
-                request_id=f"chatcmpl-{uuid.uuid4().hex}",
-                prompt_ids=prompt.token_ids,
-                stopping=prompt.stopping,
-                sampling=prompt.request.sampling,
-                n=prompt.request.n,
-                speculation=prompt.request.speculation,
-                principal=principal,
-                agent_type=agent_type,
-                session_id=session_id,
-            ),
-            self._chat.tokenizer,
-            self.metrics,
-            tools=bool(prompt.request.tools),
-            started=started,
-            on_finish=remember_answer,
-        )
-        answer = ChatAnswer(completion, prompt.request, capabilities)
-        headers = {SESSION_HEADER: session_id}
-        if prompt.request.stream:
-            return EventStream(answer.chunks(), request.state.request_id, headers)
-        return JSONResponse(await until_disconnect(request.receive, answer.completed()), headers=headers)
+    async def tokenize(self, request: Request) -> Response:
+        """The token ids of a text or of a conversation."""
+        return JSONResponse(await self._prepare(request, tokenize))
+
+    async def detokenize(self, request: Request) -> Response:
+        """The text of token ids."""
+        return JSONResponse(await self._prepare(request, detokenize))
 
     async def models(self) -> Response:
         """The one model served."""
@@ -93,14 +77,12 @@ class Gateway:
     async def model(self, model: str) -> Response:
         """The model served, by its name."""
         capabilities = await self._capabilities()
-        if model != capabilities.model_name:
-            message = f"The model {model!r} does not exist here; this server serves {capabilities.model_name!r}."
-            raise ApiError(404, message, param="model", code="model_not_found")
+        check_model(model, capabilities)
         return JSONResponse(self._model(capabilities))
 
     async def health(self) -> Response:
         """The gateway is alive, whatever its engine does."""
-        return JSONResponse({"status": "ok"})
+        return JSONResponse(Status("ok"))
 
     async def ready(self) -> Response:
         """Requests can be answered now; if not, a 503 says why."""
@@ -108,13 +90,72 @@ class Gateway:
         if not health.ready:
             raise EngineUnavailable(health.detail or "The engine is not ready.")
         await self._capabilities()
-        return JSONResponse({"status": "ready"})
+        return JSONResponse(Status("ready"))
 
     async def scrape(self) -> Response:
         """Metrics in Prometheus's text format."""
         return Response(self.metrics.render(await self._engine_health()), media_type=CONTENT_TYPE)
 
-    def _enter_session(self, principal: Principal, named: str | None, prompt: Prompt) -> str:
+    async def _complete(
+        self,
+        request: Request,
+        prepare: Callable[[bytes, ChatEncoder, Capabilities], Prepared],
+        protocol: type[Answer],
+    ) -> Response:
+        started = time.perf_counter()
+        principal = resolve_principal(request.headers)
+        agent_type = _name(request.headers, AGENT_HEADER) or "default"
+        named_session = _name(request.headers, SESSION_HEADER)
+        prepared = await self._prepare(request, prepare)
+        if prepared.grammar is not None:
+            await asyncio.to_thread(prepared.grammar.check)
+        session_id = self._enter_session(principal, named_session, prepared)
+        id_ = f"{protocol.id_prefix}-{uuid.uuid4().hex}"
+        generation = prepared.generation
+        requests = [
+            GenerationRequest(
+                request_id=f"{id_}-{number}" if number else id_,
+                prompt_ids=prompt.token_ids,
+                stopping=prompt.stopping,
+                sampling=generation.sampling,
+                n=generation.n,
+                logprobs=generation.logprobs,
+                constraint=prepared.grammar.constraint if prepared.grammar else None,
+                speculation=generation.speculation,
+                principal=principal,
+                agent_type=agent_type,
+                session_id=session_id,
+            )
+            for number, prompt in enumerate(prepared.prompts)
+        ]
+
+        def remember_answer(completion: Completion) -> None:
+            if prepared.end is not None:
+                links = [message_chain([choice.message()], prepared.end)[0] for choice in completion.choices]
+                self._sessions.remember(principal.tenant, session_id, links)
+
+        completion = Completion(
+            self._engine,
+            requests,
+            self._chat.tokenizer,
+            self.metrics,
+            tools=prepared.tools,
+            started=started,
+            on_finish=remember_answer,
+        )
+        answer = protocol(id_, completion, prepared, await self._capabilities())
+        headers = {SESSION_HEADER: session_id}
+        if generation.stream:
+            return EventStream(answer.chunks(), request.state.request_id, headers)
+        return JSONResponse(await until_disconnect(request.receive, answer.completed()), headers=headers)
+
+    async def _prepare(self, request: Request, prepare: Callable[[bytes, ChatEncoder, Capabilities], T]) -> T:
+        """Read a body and make of it what ``prepare`` does; large ones leave the event loop to others meanwhile."""
+        body = await read_body(request.receive, request.headers, self._config.max_body_bytes)
+        arguments = (body, self._chat, await self._capabilities())
+        return prepare(*arguments) if len(body) <= INLINE_BODY_BYTES else await asyncio.to_thread(prepare, *arguments)
+
+    def _enter_session(self, principal: Principal, named: str | None, prompt: Prepared) -> str:
         session_id = named or self._sessions.find(principal.tenant, prompt.links) or new_session_id()
         self._sessions.remember(principal.tenant, session_id, prompt.links[-1:])
         return session_id

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 import tokenizers
@@ -28,6 +29,7 @@ from redraft.engine.types import (
     GenerationRequest,
     Health,
     SpeculationScope,
+    TokenLogprob,
     VerifyStep,
 )
 from redraft.gateway.app import create_app
@@ -37,7 +39,12 @@ from redraft.gateway.server import bind, make_server
 MODEL = "tiny"
 HANG = object()
 CONTEXT = 4096
-PARAMETERS = frozenset(("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "n"))
+PARAMETERS = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        *("logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "n"),
+    }
+)
 
 
 class ScriptedEngine:
@@ -49,6 +56,7 @@ class ScriptedEngine:
     def __init__(self, tokenizer: Tokenizer, parameters: frozenset[str] = PARAMETERS) -> None:
         self.tokenizer = tokenizer
         self.parameters = parameters
+        self.able = True
         self.max_prompt_tokens = CONTEXT - 1
         self.shut = False
         self.reset()
@@ -74,6 +82,17 @@ class ScriptedEngine:
         end = self.commit(self.tokenizer.eos_ids, choice, finish_reason=finish, **last)
         return [*commits, end]
 
+    def scored(self, commit: Commit, request: GenerationRequest) -> Commit:
+        """Log-probabilities where they were asked for; the alternatives to token i are i + 1, i + 2, …"""
+        if request.logprobs is None:
+            return commit
+        alternatives = range(1, request.logprobs + 1)
+        logprobs = tuple(
+            TokenLogprob(-id_ / 8, tuple(((id_ + i) % self.tokenizer.vocab_size, -i / 4.0) for i in alternatives))
+            for id_ in commit.token_ids
+        )
+        return msgspec.structs.replace(commit, logprobs=logprobs)
+
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
         self.requests.append(request)
         try:
@@ -86,7 +105,7 @@ class ScriptedEngine:
                 if isinstance(action, asyncio.Event):
                     await action.wait()
                 else:
-                    yield action
+                    yield self.scored(action, request)
         finally:
             await asyncio.sleep(0)  # freeing takes a moment, as it does over a socket
             self.closed.set()
@@ -101,8 +120,8 @@ class ScriptedEngine:
             max_prompt_tokens=self.max_prompt_tokens,
             lossless="invariant",
             parameters=self.parameters,
-            constrained_decoding=False,
-            logprobs=False,
+            constrained_decoding=self.able,
+            logprobs=self.able,
             hot_swap=False,
             telemetry=True,
             draft_prob=False,
@@ -176,6 +195,12 @@ class Running:
 
     def post(self, **fields: Any) -> httpx.Response:
         return self.http.post("/v1/chat/completions", json=self.body(**fields))
+
+    def text_body(self, **fields: Any) -> dict[str, Any]:
+        return {"model": MODEL, "prompt": "Hi", **fields}
+
+    def post_text(self, **fields: Any) -> httpx.Response:
+        return self.http.post("/v1/completions", json=self.text_body(**fields))
 
     def metric(self, name: str) -> float:
         """The sum of a metric's samples over all labels."""

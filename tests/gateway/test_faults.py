@@ -52,7 +52,7 @@ def test_a_fault_in_mid_stream_is_an_event_and_the_stream_is_not_done(gateway: A
     engine = gateway.engine
     engine.script = lambda request: [engine.commit(engine.ids("Hel")), fault]
     response = gateway.post(stream=True)
-    first, last = events(response)
+    _, first, last = events(response)
     assert response.status_code == 200
     assert first["choices"][0]["delta"]["content"] == "Hel"
     assert last["error"]["type"] == "server_error"

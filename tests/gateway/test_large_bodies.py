@@ -17,11 +17,11 @@ def test_others_are_answered_while_a_large_prompt_is_prepared(gateway: Any, monk
     preparing, going = threading.Event(), threading.Event()
     encode_chat = ChatEncoder.encode_chat
 
-    def slow_encode_chat(self: ChatEncoder, messages: Any, tools: Any = ()) -> tuple[int, ...]:
+    def slow_encode_chat(self: ChatEncoder, messages: Any, *arguments: Any) -> tuple[int, ...]:
         if len(messages[0].content) > 500_000:
             preparing.set()
             assert going.wait(20)
-        return encode_chat(self, messages, tools)
+        return encode_chat(self, messages, *arguments)
 
     monkeypatch.setattr(ChatEncoder, "encode_chat", slow_encode_chat)
     large = [{"role": "user", "content": "x" * 900_000}]
