@@ -13,8 +13,8 @@ from redraft.engine.chat.grammar import Matcher
 from redraft.engine.types import SamplingParams, TokenLogprob
 from redraft.kernels.gumbel import gumbel, noise_key
 
-NUCLEUS_CANDIDATES = 1024
-"""Most likely tokens tried for the nucleus before the whole vocabulary is sorted."""
+NUCLEUS_CANDIDATES = (1024, 8192)
+"""How many of the most likely tokens are tried for the nucleus before the whole vocabulary is sorted."""
 
 
 class TokenChooser:
@@ -119,8 +119,8 @@ def _keep_from(scores: Tensor, floor: Tensor) -> Tensor:
 def _nucleus_floor(scores: Tensor, top_p: float) -> Tensor:
     """Score of the last token in the smallest set of most likely tokens whose probability reaches ``top_p``."""
     total = scores.logsumexp(0)
-    for size in (min(NUCLEUS_CANDIDATES, scores.shape[0]), scores.shape[0]):
-        top = scores.topk(size).values
+    for size in (*NUCLEUS_CANDIDATES, scores.shape[0]):
+        top = scores.topk(min(size, scores.shape[0])).values
         reached = (top - total).exp().cumsum(0) >= top_p
         if bool(reached[-1]):
             return top[int(reached.int().argmax())]
