@@ -65,7 +65,9 @@ def _operation(operation: Operation, schemas: dict[type, dict[str, Any]]) -> dic
     else:
         content["application/json"] = {"schema": schemas[operation.answer]}
     if operation.event is not None:
-        content["text/event-stream"] = {"schema": schemas[operation.event]}
+        chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": schemas[operation.event]}
+        event = {"type": "object", "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}}
+        content["text/event-stream"] = {"schema": event}
     described: dict[str, Any] = {
         "operationId": operation.handler.__name__,
         "summary": (operation.handler.__doc__ or "").strip(),

@@ -62,13 +62,14 @@ class ScriptedEngine:
         self.reset()
 
     def reset(self) -> None:
-        self.script: Callable[[GenerationRequest], Iterable[Any]] = lambda request: self.answer("Hello there.")
+        self.script: Callable[[GenerationRequest], Iterable[Any]] = self.hello
         self.requests: list[GenerationRequest] = []
         self.hanging = threading.Event()
         self.closed = threading.Event()
         self.state = Health(ready=True, running=1, waiting=2, kv_used_bytes=3, kv_budget_bytes=4)
         self.fault: Exception | None = None
         self.mute = False
+        self.running = 0
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode_ordinary(text))
@@ -81,6 +82,9 @@ class ScriptedEngine:
         commits = [self.commit(self.ids(text), choice) for text in texts]
         end = self.commit(self.tokenizer.eos_ids, choice, finish_reason=finish, **last)
         return [*commits, end]
+
+    def hello(self, request: GenerationRequest) -> list[Commit]:
+        return [commit for choice in range(request.n) for commit in self.answer("Hello there.", choice=choice)]
 
     def scored(self, commit: Commit, request: GenerationRequest) -> Commit:
         """Log-probabilities where they were asked for; the alternatives to token i are i + 1, i + 2, …"""
@@ -95,6 +99,7 @@ class ScriptedEngine:
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
         self.requests.append(request)
+        self.running += 1
         try:
             for action in self.script(request):
                 if isinstance(action, Exception):
@@ -108,6 +113,7 @@ class ScriptedEngine:
                     yield self.scored(action, request)
         finally:
             await asyncio.sleep(0)  # freeing takes a moment, as it does over a socket
+            self.running -= 1
             self.closed.set()
 
     async def capabilities(self) -> Capabilities:

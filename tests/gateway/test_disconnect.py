@@ -18,16 +18,21 @@ from redraft.gateway.config import GatewayConfig
 pytestmark = pytest.mark.unit
 
 BEFORE, AFTER = "before the first token", "after the first token"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]},
+    "/v1/completions": {"model": "tiny", "prompt": ["Hi", "you", "there"]},
+}
+every_route = pytest.mark.parametrize("route", BODIES)
 
 
 def script(engine: Any, when: str, hang: object) -> Any:
     return lambda request: [hang] if when == BEFORE else [engine.commit(engine.ids("Hello")), hang]
 
 
-def connect(gateway: Any, **fields: Any) -> socket.socket:
-    body = json.dumps(gateway.body(**fields)).encode()
+def connect(gateway: Any, route: str, **fields: Any) -> socket.socket:
+    body = json.dumps(BODIES[route] | fields).encode()
     client = socket.create_connection(("127.0.0.1", gateway.port))
-    client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+    client.sendall(f"POST {route} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     return client
 
 
@@ -42,11 +47,13 @@ def wait_until_idle(gateway: Any) -> None:
 @pytest.mark.parametrize("reset", [False, True], ids=["fin", "rst"])
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@every_route
 def test_a_hang_up_aborts_in_the_engine_within_a_second(
-    gateway: Any, hang: object, stream: bool, when: str, reset: bool
+    gateway: Any, hang: object, route: str, stream: bool, when: str, reset: bool
 ) -> None:
+    """Every prompt of a request, on every route that answers (BerriAI/litellm 30244, 31499, 36123)."""
     gateway.engine.script = script(gateway.engine, when, hang)
-    client = connect(gateway, stream=stream)
+    client = connect(gateway, route, stream=stream)
     assert gateway.engine.hanging.wait(10)
     if stream and when == AFTER:
         assert b"Hello" in client.recv(65536)
@@ -56,13 +63,14 @@ def test_a_hang_up_aborts_in_the_engine_within_a_second(
     client.close()
     assert gateway.engine.closed.wait(1)
     wait_until_idle(gateway)
+    assert gateway.engine.running == 0
 
 
 def test_a_client_that_stops_reading_and_then_hangs_up_frees_its_slot(gateway: Any) -> None:
     engine = gateway.engine
     text = engine.ids("x" * 1000)
     engine.script = lambda request: (engine.commit(text) for _ in range(1_000_000))
-    client = connect(gateway, stream=True)
+    client = connect(gateway, "/v1/chat/completions", stream=True)
     client.recv(1024)
     client.close()
     assert engine.closed.wait(1)
@@ -72,15 +80,15 @@ def test_a_client_that_stops_reading_and_then_hangs_up_frees_its_slot(gateway: A
 class Connection:
     """One ASGI connection, driven by hand as a server of the given spec version would."""
 
-    def __init__(self, spec_version: str, body: bytes) -> None:
+    def __init__(self, spec_version: str, body: bytes, route: str = "/v1/chat/completions") -> None:
         self.scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": spec_version},
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
-            "path": "/v1/chat/completions",
-            "raw_path": b"/v1/chat/completions",
+            "path": route,
+            "raw_path": route.encode(),
             "root_path": "",
             "query_string": b"",
             "headers": [],
@@ -112,20 +120,21 @@ class Connection:
 @pytest.mark.parametrize("spec_version", ["2.3", "2.4"])
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@every_route
 def test_a_disconnect_message_ends_the_request(
-    chat: ChatEncoder, scripted: Any, hang: object, stream: bool, when: str, spec_version: str
+    chat: ChatEncoder, scripted: Any, hang: object, route: str, stream: bool, when: str, spec_version: str
 ) -> None:
     async def main() -> None:
         scripted.script = script(scripted, when, hang)
         app = create_app(GatewayConfig(), scripted, chat)
-        body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
-        connection = Connection(spec_version, json.dumps(body).encode())
+        connection = Connection(spec_version, json.dumps(BODIES[route] | {"stream": stream}).encode(), route)
         call = asyncio.create_task(app(connection.scope, connection.receive, connection.send))
         async with asyncio.timeout(10):
             assert await asyncio.to_thread(scripted.hanging.wait, 10)
             connection.gone.set()
             await call
         assert scripted.closed.is_set()
+        assert scripted.running == 0
         assert bool(connection.sent) == (stream and when == AFTER)
 
     asyncio.run(main())

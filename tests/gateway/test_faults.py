@@ -30,11 +30,12 @@ def events(response: httpx.Response) -> list[Any]:
         (ZeroDivisionError("secret"), 500, "server_error", "internal_error"),
     ],
 )
+@pytest.mark.parametrize("post", ["post", "post_text"])
 def test_a_fault_before_the_first_token_is_an_http_error(
-    gateway: Any, fault: Exception, status: int, kind: str, code: str, stream: bool
+    gateway: Any, post: str, fault: Exception, status: int, kind: str, code: str, stream: bool
 ) -> None:
     gateway.engine.script = lambda request: [fault]
-    response = gateway.post(stream=stream)
+    response = getattr(gateway, post)(stream=stream)
     error = response.json()["error"]
     assert (response.status_code, error["type"], error["code"]) == (status, kind, code)
     assert response.headers["content-type"] == "application/json"
@@ -57,16 +58,23 @@ def test_a_fault_in_mid_stream_is_an_event_and_the_stream_is_not_done(gateway: A
     assert first["choices"][0]["delta"]["content"] == "Hel"
     assert last["error"]["type"] == "server_error"
     assert "secret" not in response.text
-    with pytest.raises(openai.APIError, match=last["error"]["message"].split(";")[0]):
-        list(gateway.openai.chat.completions.create(**gateway.body(), stream=True))
+    for create, body in (
+        (gateway.openai.chat.completions.create, gateway.body()),
+        (gateway.openai.completions.create, gateway.text_body()),
+    ):
+        with pytest.raises(openai.APIError, match=last["error"]["message"].split(";")[0]):
+            list(create(**body, stream=True))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("finish", [None, "abort"])
-def test_an_answer_that_the_engine_cuts_short_is_an_error(gateway: Any, stream: bool, finish: str | None) -> None:
+@pytest.mark.parametrize("post", ["post", "post_text"])
+def test_an_answer_that_the_engine_cuts_short_is_an_error(
+    gateway: Any, post: str, stream: bool, finish: str | None
+) -> None:
     engine = gateway.engine
     engine.script = lambda request: [engine.commit(engine.ids("Hel")), engine.commit((), finish_reason=finish)]
-    response = gateway.post(stream=stream)
+    response = getattr(gateway, post)(stream=stream)
     error = events(response)[-1]["error"] if stream else response.json()["error"]
     assert error["code"] == "engine_unavailable"
     assert stream or response.status_code == 503
