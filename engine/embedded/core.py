@@ -158,9 +158,12 @@ class EngineCore:
         return [Commit(request_id=request_id, choice=0, token_ids=(), finish_reason="abort")]
 
     def set_speculation(self, scope: SpeculationScope, on: bool) -> None:
+        """Raises `RequestRefused` for a request that is not running."""
+        if scope.kind == "request" and scope.name not in self.request_ids:
+            raise RequestRefused(f"no request {scope.name} is running")
         if on:
             self._switched_off.discard(scope)
-        elif scope.kind != "request" or scope.name in self.request_ids:
+        else:
             self._switched_off.add(scope)
 
     def step(self) -> list[Commit]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -33,10 +32,10 @@ from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.linear import packed_supported
 from redraft.engine.embedded.model import Target
 from redraft.engine.embedded.selftest import rows_are_invariant
-from redraft.engine.embedded.threads import ThreadGovernor
+from redraft.engine.embedded.threads import ThreadGovernor, usable_cores
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
-from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
+from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health, SpeculationScope
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ def _grammars(tokenizer: Tokenizer, vocab_size: int) -> GrammarCompiler | None:
 
 
 def _threads(config: EngineConfig) -> int:
-    return config.threads or len(os.sched_getaffinity(0))
+    return config.threads or usable_cores()
 
 
 def _device(config: EngineConfig) -> torch.device:
@@ -206,11 +205,18 @@ class EngineServer:
             case wire.Activate(call, pointer):
                 self._post(connection, wire.Reply(call, error=_unknown_drafter(pointer.serving)))
             case wire.SetSpeculation(call, scope, on):
-                self._core.set_speculation(scope, on)
-                self._health = self._measure()
-                self._post(connection, wire.Reply(call))
+                self._post(connection, wire.Reply(call, error=self._set_speculation(scope, on)))
         self._forget_finished()
         self._health = self._measure()
+
+    def _set_speculation(self, scope: SpeculationScope, on: bool) -> str | None:
+        """Why it was refused, if it was; else in force, and to be seen in the health."""
+        try:
+            self._core.set_speculation(scope, on)
+        except RequestRefused as error:
+            return str(error)
+        self._health = self._measure()
+        return None
 
     def _send(self, commits: Iterable[Commit]) -> None:
         by_connection: dict[Connection, list[Commit]] = {}

@@ -7,10 +7,11 @@ to it. Niced work does not count: it gives way by itself.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -34,6 +35,29 @@ def threads_for(others: float, current: int, limit: int) -> int:
     fewer = max(1, limit - math.ceil(max(0.0, others - GIVE_UP)))
     more = max(1, limit - math.ceil(max(0.0, others - TAKE_BACK)))
     return fewer if fewer < current else max(current, more)
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may keep busy: its CPU set, within the quotas of its control groups (version 2 or 1)."""
+    try:
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        groups = []
+    # A container may see its own group as the root, whatever its name is outside.
+    names = {PurePosixPath(name.lstrip("/")) for _, kind, name in groups if not kind or "cpu" in kind.split(",")}
+    inside = {PurePosixPath(), *names, *(parent for name in names for parent in name.parents)}
+    tops = (root / "sys/fs/cgroup", root / "sys/fs/cgroup/cpu")
+    return max(1, int(min(len(os.sched_getaffinity(0)), *(_quota(top / folder) for top in tops for folder in inside))))
+
+
+def _quota(group: Path) -> float:
+    """Cores' worth of time that a control group may use; infinite where it has no limit."""
+    for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (float(word) for name in names for word in (group / name).read_text().split())
+            if quota > 0:
+                return quota / period
+    return math.inf
 
 
 class ThreadGovernor:

@@ -393,9 +393,11 @@ def test_a_request_switch_ends_with_its_request(make_core: MakeCore) -> None:
     core = make_core()
     core.submit(request("r"))
     core.set_speculation(SpeculationScope("request", "r"), on=False)
-    core.set_speculation(SpeculationScope("request", "unknown"), on=False)
     run(core, [])
     assert not core._switched_off
+    for on in (True, False):
+        with pytest.raises(RequestRefused, match="no request r is running"):
+            core.set_speculation(SpeculationScope("request", "r"), on=on)
 
 
 def test_choices_differ_and_each_is_what_it_is_alone(make_core: MakeCore) -> None:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from redraft.engine.embedded import threads
-from redraft.engine.embedded.threads import ThreadGovernor, threads_for
+from redraft.engine.embedded.threads import ThreadGovernor, threads_for, usable_cores
 
 pytestmark = pytest.mark.unit
 
@@ -47,3 +49,35 @@ def test_a_machine_without_proc_keeps_all_threads(monkeypatch: pytest.MonkeyPatc
     governor.update()
     governor.update()
     assert governor.threads == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 16),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/b/cpu.max": "max 100000\n"}, 16),
+        ({"proc/self/cgroup": "0::/a/b\n", "sys/fs/cgroup/a/cpu.max": "350000 100000\n"}, 3),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "50000 100000\n"}, 1),
+        ({"proc/self/cgroup": "0::/outside/name\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"}, 2),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/cpu.max": "9900000 100000\n"}, 16),
+        ({"proc/self/cgroup": "0::/a\n", "sys/fs/cgroup/other/cpu.max": "100000 100000\n"}, 16),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/m\n3:cpu,cpuacct:/a\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "400000\n",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            },
+            4,
+        ),
+    ],
+)
+def test_threads_by_default_are_the_cores_within_every_quota(
+    files: dict[str, str], cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads.os, "sched_getaffinity", lambda pid: set(range(16)))
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == cores
