@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import signal
@@ -10,7 +11,9 @@ import socket
 import sys
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
+from typing import BinaryIO, Literal
 
 import httpx
 
@@ -23,6 +26,9 @@ from redraft.ops.supervisor import Service, Supervisor
 
 PROGRAM = (sys.executable, "-m", "redraft.ops.cli")
 
+PROBE_SECONDS = 5.0
+"""For an answer to a probe; longer than the gateway waits for its engine."""
+
 
 def serve(loaded: LoadedConfig, deployment: Deployment, report: Callable[[State], None]) -> None:
     """Run a deployment in the foreground until SIGTERM, SIGINT or SIGHUP; the caller holds its lock.
@@ -30,57 +36,76 @@ def serve(loaded: LoadedConfig, deployment: Deployment, report: Callable[[State]
     Raises:
         CliError: it could not be started.
     """
-    gateway = loaded.config.gateway
-    listener = _listen(gateway.host, gateway.port)
-    port = listener.getsockname()[1]
+    me = identify(os.getpid())
+    if me is None:
+        raise CliError("a deployment needs Linux's /proc, which is not mounted here")
     engine_socket = deployment.socket(loaded.config.engine.socket)
     engine_socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    effective = loaded.config.model_copy(
-        update={
-            "gateway": gateway.model_copy(update={"port": port}),
-            "engine": loaded.config.engine.model_copy(update={"socket": engine_socket}),
-        }
-    )
-    deployment.effective_config.write_text(dump(effective))
-    first = [listener]
-    services = [
-        Service("engine", (*PROGRAM, "_engine", str(deployment.effective_config)), grace=2),
-        Service(
-            "gateway",
-            (*PROGRAM, "_gateway", str(deployment.effective_config)),
-            grace=6,
-            listen=lambda: first.pop() if first else _listen(gateway.host, port),
-        ),
-    ]
-    url = _url(gateway.host, port)
-    me = identify(os.getpid())
-    assert me is not None
-    state = State(
-        supervisor=me,
-        phase="starting",
-        url=url,
-        config=dump(loaded.config),
-        config_path=str(loaded.path) if loaded.path else None,
-    )
-    asyncio.run(_supervise(services, deployment, state, report))
+    with _lock_socket(engine_socket):
+        gateway = loaded.config.gateway
+        listener = _listen(gateway.host, gateway.port)
+        port = listener.getsockname()[1]
+        effective = loaded.config.model_copy(
+            update={
+                "gateway": gateway.model_copy(update={"port": port}),
+                "engine": loaded.config.engine.model_copy(update={"socket": engine_socket}),
+            }
+        )
+        deployment.effective_config.write_text(dump(effective))
+        first = [listener]
+        services = [
+            Service("engine", (*PROGRAM, "_engine", str(deployment.effective_config)), grace=2),
+            Service(
+                "gateway",
+                (*PROGRAM, "_gateway", str(deployment.effective_config)),
+                grace=6,
+                listen=lambda: first.pop() if first else _listen(gateway.host, port),
+            ),
+        ]
+        state = State(
+            supervisor=me,
+            phase="starting",
+            url=_url(gateway.host, port),
+            config=dump(loaded.config),
+            config_path=str(loaded.path.resolve()) if loaded.path else None,
+        )
+        asyncio.run(_supervise(services, deployment, state, report))
 
 
 async def _supervise(
     services: list[Service], deployment: Deployment, state: State, report: Callable[[State], None]
 ) -> None:
-    async with httpx.AsyncClient(base_url=state.url, timeout=2, trust_env=False) as client:
-        supervisor = Supervisor(services, deployment, state, partial(_is_ready, client), report)
+    async with httpx.AsyncClient(base_url=state.url, timeout=PROBE_SECONDS, trust_env=False) as client:
+        supervisor = Supervisor(services, deployment, state, partial(_silent_service, client), report)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, supervisor.stop)
         await supervisor.run()
 
 
-async def _is_ready(client: httpx.AsyncClient) -> bool:
+async def _silent_service(client: httpx.AsyncClient) -> Literal["engine", "gateway"] | None:
+    """Which process does not answer: a gateway that does says with 503 that the engine does not."""
     try:
-        return (await client.get("/ready")).is_success
+        status = (await client.get("/ready")).status_code
     except httpx.HTTPError:
-        return False
+        return "gateway"
+    if status == HTTPStatus.SERVICE_UNAVAILABLE:
+        return "engine"
+    return None if status == HTTPStatus.OK else "gateway"
+
+
+def _lock_socket(engine_socket: Path) -> BinaryIO:
+    """Hold the engine's socket for one deployment; what holds it is an open file, so it goes with its process."""
+    lock = engine_socket.with_name(engine_socket.name + ".lock").open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise CliError(
+            f"{engine_socket} is another running deployment's engine socket; "
+            "set engine.socket to a path of its own, or leave it out"
+        ) from None
+    return lock
 
 
 def _listen(host: str, port: int) -> socket.socket:

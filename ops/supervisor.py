@@ -1,8 +1,8 @@
 """Keeps the processes of one deployment running, and stops all of them together.
 
 Every service is its own process group with its own log. One that dies before the deployment has been ready ends the
-start with its own last words; one that dies later is started again, with a growing delay, while the others go on.
-However the supervisor itself ends, the kernel takes its services with it.
+start with its own last words; one that dies later, or lives but does not answer, is started again, with a growing
+delay, while the others go on. However the supervisor itself ends, the kernel takes its services with it.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ class Service:
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: between readiness probes, for the whole start, and of the delays before a restart."""
+    """Seconds: between probes until ready and after, for a start, for silence, and of the delays before a restart."""
 
     probe: float = 0.1
+    watch: float = 2.0
     start_limit: float = 900.0
+    silence_limit: float = 30.0
     first_delay: float = 0.5
     longest_delay: float = 30.0
     settled: float = 60.0
@@ -69,14 +71,14 @@ class _Running:
 
 
 class Supervisor:
-    """Runs ``services``, whose readiness ``probe`` tells; stop order is the reverse of start order."""
+    """Runs ``services``; ``probe`` names the one that does not answer; stop order is the reverse of start order."""
 
     def __init__(
         self,
         services: Sequence[Service],
         deployment: Deployment,
         state: State,
-        probe: Callable[[], Awaitable[bool]],
+        probe: Callable[[], Awaitable[str | None]],
         report: Callable[[State], None] = lambda state: None,
         timing: Timing = Timing(),
     ) -> None:
@@ -87,6 +89,7 @@ class Supervisor:
         self._report = report
         self._timing = timing
         self._running: dict[str, _Running] = {}
+        self._given_up: dict[str, str] = {}
         self._stop = asyncio.Event()
         self._changed = asyncio.Event()
         self._been_ready = False
@@ -106,7 +109,7 @@ class Supervisor:
         """
         self._publish("starting")
         tasks = [asyncio.create_task(self._keep(service)) for service in self._services]
-        tasks.append(asyncio.create_task(self._watch_readiness()))
+        tasks.append(asyncio.create_task(self._watch()))
         stopping = asyncio.create_task(self._stop.wait())
         try:
             done, _ = await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -123,23 +126,34 @@ class Supervisor:
     async def _keep(self, service: Service) -> None:
         delay = self._timing.first_delay
         while True:
-            log = self._deployment.log(service.name)
-            offset = _open_end(log)
-            running = await self._start(service, log)
             started = time.monotonic()
-            returncode = await running.process.wait()
-            running.identity.send_group(signal.SIGKILL)
-            message = f"{service.name}: {_last_words(log, offset, returncode)}"
+            try:
+                end, words = await self._run_once(service)
+            except (CliError, OSError) as error:
+                if not self._been_ready:
+                    raise
+                end = words = f"could not be started: {error}"
+            message = f"{service.name}: {words}"
             if not self._been_ready:
-                raise CliError(f"{message}\nThe log is {log}")
+                raise CliError(f"{message}\nThe log is {self._deployment.log(service.name)}")
             if time.monotonic() - started > self._timing.settled:
                 delay = self._timing.first_delay
             restarts = self._state.services[service.name].restarts + 1
-            detail = f"{describe_exit(returncode)}; starting again in {delay:g} s"
-            self._update(service.name, ServiceState(restarts=restarts, detail=detail))
+            self._update(service.name, ServiceState(restarts=restarts, detail=f"{end}; starting again in {delay:g} s"))
             self._publish("degraded", message)
             await asyncio.sleep(delay)
             delay = min(2 * delay, self._timing.longest_delay)
+
+    async def _run_once(self, service: Service) -> tuple[str, str]:
+        """Run a service to its end: how it ended, and why."""
+        log = self._deployment.log(service.name)
+        offset = _open_end(log)
+        running = await self._start(service, log)
+        returncode = await running.process.wait()
+        running.identity.send_group(signal.SIGKILL)
+        if given_up := self._given_up.pop(service.name, None):
+            return given_up, given_up
+        return describe_exit(returncode), _last_words(log, offset, returncode)
 
     async def _start(self, service: Service, log: Path) -> _Running:
         with contextlib.ExitStack() as stack:
@@ -167,25 +181,42 @@ class Supervisor:
         self._publish(self._state.phase, self._state.message)
         return running
 
-    async def _watch_readiness(self) -> None:
-        """Ready is when every process runs and the probe says so; until the next change nobody needs to ask again."""
+    async def _watch(self) -> None:
+        """Ready is when every process runs and the probe finds all of them answering.
+
+        What stops answering is given up after a while and killed, so that it is started again.
+        """
         while True:
             self._changed.clear()
-            try:
-                async with asyncio.timeout(None if self._been_ready else self._timing.start_limit):
-                    await self._until_ready()
-            except TimeoutError:
-                raise CliError(f"not ready within {self._timing.start_limit:g} s; see redraft logs") from None
-            self._been_ready = True
-            if not self._changed.is_set():
-                self._publish("ready")
-            await self._changed.wait()
+            answered, limit, interval = time.monotonic(), self._timing.start_limit, self._timing.probe
+            while not self._changed.is_set():
+                silent = await self._silent()
+                silence = time.monotonic() - answered
+                if self._changed.is_set():
+                    break
+                if silent is None:
+                    self._been_ready = True
+                    answered, limit, interval = time.monotonic(), self._timing.silence_limit, self._timing.watch
+                    if self._state.phase != "ready":
+                        self._publish("ready")
+                elif silence > limit:
+                    self._give_up(silent, limit)
+                    await self._changed.wait()
+                elif self._state.phase == "ready":
+                    self._publish("degraded", f"{silent}: does not answer; after {limit:g} s it is started again")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), interval)
 
-    async def _until_ready(self) -> None:
-        while not (  # noqa: ASYNC110 (what is waited for is in another process)
-            all(service.process for service in self._state.services.values()) and await self._probe()
-        ):
-            await asyncio.sleep(self._timing.probe)
+    async def _silent(self) -> str | None:
+        """The service that does not run or does not answer."""
+        ended = next((name for name, service in self._state.services.items() if service.process is None), None)
+        return ended or await self._probe()
+
+    def _give_up(self, name: str, limit: float) -> None:
+        if not self._been_ready:
+            raise CliError(f"{name}: not ready within {limit:g} s; see redraft logs {name}")
+        self._given_up[name] = f"did not answer for {limit:g} s and was killed"
+        self._running[name].identity.send_group(signal.SIGKILL)
 
     async def _end(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         self._publish("stopping", self._state.message)
@@ -223,6 +254,8 @@ def _open_end(log: Path) -> int:
 
 def _last_words(log: Path, offset: int, returncode: int) -> str:
     """Why a service died, in its own words where it had any: its last ``error: …`` line, else its last line."""
+    if not log.exists():
+        return describe_exit(returncode)
     with log.open("rb") as file:
         file.seek(max(offset, file.seek(0, os.SEEK_END) - LAST_WORDS))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]

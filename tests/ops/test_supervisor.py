@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import os
 import select
@@ -31,7 +32,7 @@ print("idle", flush=True)
 while True:
     signal.pause()
 """
-TIMING = Timing(probe=0.01, start_limit=20, first_delay=0.01, longest_delay=0.02)
+TIMING = Timing(probe=0.01, watch=0.01, start_limit=20, first_delay=0.01, longest_delay=0.02)
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -60,9 +61,9 @@ class Run:
         self.supervisor = Supervisor(services, self.deployment, first_state(), self._probe(probe), self._report, timing)
         self._news = asyncio.Event()
 
-    def _probe(self, probe: Callable[[Run], bool]) -> Callable[[], Awaitable[bool]]:
-        async def ask() -> bool:
-            return probe(self)
+    def _probe(self, probe: Callable[[Run], bool]) -> Callable[[], Awaitable[str | None]]:
+        async def ask() -> str | None:
+            return None if probe(self) else self.services[0].name
 
         return ask
 
@@ -163,6 +164,81 @@ async def test_delays_between_restarts_grow_to_a_limit(tmp_path: Path) -> None:
     await running
 
 
+async def test_a_frozen_service_is_told_and_then_killed_and_started_again(tmp_path: Path) -> None:
+    frozen: set[ProcessId] = set()
+
+    def answers(run: Run) -> bool:
+        return run.states[-1].services["engine"].process not in frozen
+
+    timing = dataclasses.replace(TIMING, silence_limit=0.2)
+    run = Run(
+        tmp_path,
+        Service("engine", python(IDLE), grace=5),
+        Service("gateway", python(IDLE), grace=5),
+        probe=answers,
+        timing=timing,
+    )
+    running = asyncio.create_task(run.supervisor.run())
+    before = await run.until(ready)
+    engine = before.services["engine"].process
+    assert engine
+    descriptor = os.pidfd_open(engine.pid)
+    signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
+    frozen.add(engine)
+    told = await run.until(lambda s: s.phase == "degraded")
+    killed = await run.until(lambda s: s.phase == "degraded" and s.services["engine"].restarts == 1)
+    after = await run.until(lambda s: ready(s) and s.services["engine"].restarts == 1)
+    assert told.message == "engine: does not answer; after 0.2 s it is started again"
+    assert told.services["engine"].process == engine
+    assert killed.message == "engine: did not answer for 0.2 s and was killed"
+    assert pid_of(after, "gateway") == pid_of(before, "gateway")
+    wait_gone(descriptor)
+    os.close(descriptor)
+    run.supervisor.stop()
+    await running
+
+
+async def test_a_service_that_is_silent_for_a_moment_stays(tmp_path: Path) -> None:
+    silent = False
+    run = Run(tmp_path, Service("engine", python(IDLE), grace=5), probe=lambda run: not silent)
+    running = asyncio.create_task(run.supervisor.run())
+    before = await run.until(ready)
+    silent = True
+    await run.until(lambda s: s.phase == "degraded")
+    silent = False
+    seen = len(run.states)
+    await run.until(lambda s: s.phase == "ready" and len(run.states) > seen)
+    assert run.states[-1].services == before.services
+    run.supervisor.stop()
+    await running
+
+
+async def test_a_restart_that_fails_is_one_more_death_and_not_the_end(tmp_path: Path) -> None:
+    refusals: list[Exception] = []
+
+    def listen() -> socket.socket:
+        if refusals:
+            raise refusals.pop()
+        return socket.create_server(("127.0.0.1", 0))
+
+    run = Run(tmp_path, Service("gateway", python(IDLE), grace=5, listen=listen))
+    running = asyncio.create_task(run.supervisor.run())
+    before = await run.until(ready)
+    refusals += [CliError("the port is taken"), BlockingIOError(errno.EAGAIN, "no process can be made")]
+    run.deployment.log("gateway").unlink()
+    os.kill(pid_of(before, "gateway"), signal.SIGKILL)
+    after = await run.until(lambda s: s.phase == "ready" and s.services["gateway"].restarts == 3)
+    said = dict.fromkeys(state.message for state in run.states if state.phase == "degraded")
+    assert [message.partition(": ")[2] for message in said] == [
+        "killed (SIGKILL); if nobody did, the machine ran out of memory",
+        "could not be started: [Errno 11] no process can be made",
+        "could not be started: the port is taken",
+    ]
+    assert pid_of(after, "gateway") != pid_of(before, "gateway")
+    run.supervisor.stop()
+    await running
+
+
 async def test_stopping_ends_services_that_ignore_it_and_what_they_started(tmp_path: Path) -> None:
     start_child = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).pid)"
     run = Run(tmp_path, Service("engine", python(start_child + STUBBORN), grace=0.05))
@@ -185,7 +261,7 @@ from redraft.ops.config import load_config
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.processes import identify
 from redraft.ops.supervisor import Service, Supervisor
-async def probe(): return True
+async def probe(): return None
 state = State(supervisor=identify(os.getpid()), phase="starting", url="", config="")
 report = lambda s: s.phase == "ready" and print(s.services["engine"].process.pid, flush=True)
 deployment = Deployment(Path({str(tmp_path)!r}))
