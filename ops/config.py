@@ -187,6 +187,8 @@ def _settings(loader: _Loader, root: yaml.Node | None, path: Path) -> Iterable[t
             raise _unknown(_place(path, section_key), "", section, RedraftConfig.model_fields)
         known = [key.name.removeprefix(f"{section}.") for key in keys() if key.name.startswith(f"{section}.")]
         for key, key_node, value_node in _pairs(section_node, section, path):
+            if key in RedraftConfig.model_fields:
+                raise ConfigError(f"{_place(path, key_node)}: {key} is a section; start its line without blanks")
             if key not in known:
                 raise _unknown(_place(path, key_node), f"{section}.", key, known)
             yield f"{section}.{key}", Origin(_place(path, key_node), loader.construct_object(value_node, deep=True))

@@ -21,6 +21,7 @@ from redraft.ops.config import LoadedConfig
 from redraft.ops.deployment import Deployment
 from redraft.ops.errors import CliError
 
+PROC = Path("/proc")
 MIN_FREE_DISK = 1 << 30
 """Bytes for the default model and logs."""
 
@@ -60,7 +61,7 @@ def check(config: Path | None) -> Iterator[Finding]:
         yield Finding("fail", "configuration", str(error))
         return
     yield Finding("ok", f"configuration {loaded.path or '(defaults)'}")
-    yield _memory(loaded)
+    yield from _memory(loaded)
     yield _disk()
     yield _model(loaded)
     yield from _deployment(loaded, deployment)
@@ -110,14 +111,15 @@ def _mooncake() -> Iterator[Finding]:
         yield Finding("warn", "Mooncake lacks a system library", "Install it: apt-get install libibverbs1")
 
 
-def _memory(loaded: LoadedConfig) -> Finding:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+def _memory(loaded: LoadedConfig) -> Iterator[Finding]:
+    free = [int(line.split()[1]) << 10 for line in _proc("meminfo") if line.startswith("MemAvailable:")]
+    if not free:
+        yield Finding("fail", "/proc is not there to tell how much memory is free", "Mount it: up and serve need it.")
+        return
+    (available,) = free
     needed = loaded.config.engine.kv_bytes + (1 << 30)
     what = f"{available / 1e9:.1f} GB of memory free; engine.kv_bytes and a small model take {needed / 1e9:.1f}"
-    if available < needed:
-        return Finding("warn", what, "Set engine.kv_bytes lower.")
-    return Finding("ok", what)
+    yield Finding("warn", what, "Set engine.kv_bytes lower.") if available < needed else Finding("ok", what)
 
 
 def _disk() -> Finding:
@@ -168,11 +170,19 @@ def _port(host: str, port: int) -> Finding:
 
 
 def _cpu_flags() -> set[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
+    for line in _proc("cpuinfo"):
         name, _, flags = line.partition(":")
         if name.strip() in ("flags", "Features"):
             return set(flags.split())
     return set()
+
+
+def _proc(name: str) -> list[str]:
+    """Lines of a file in Linux's /proc; none where there is no such thing."""
+    try:
+        return (PROC / name).read_text().splitlines()
+    except OSError:
+        return []
 
 
 def _version(package: str) -> str | None:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft.ops.commands.options import ConfigPath, load, others
+from redraft.ops.commands.options import ConfigPath, load, others, typed
 from redraft.ops.config import dump
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.errors import CliError
@@ -25,6 +25,11 @@ from redraft.ops.serving import serve as run_deployment
 
 STOP_LIMIT = 9.0
 """Seconds that a deployment has to stop before it is killed."""
+
+STOPPING = "running answers get a few seconds; Ctrl-C again ends them at once"
+
+DEATHS = 2
+"""How often a process may die while `up` waits for it to come back."""
 
 LogName = Literal["engine", "gateway", "supervisor"]
 
@@ -40,12 +45,13 @@ def up(config: ConfigPath = None) -> None:
         state = _follow(deployment, None)
         print(f"Already running: {state.url}/v1")
         if state.config != dump(loaded.config):
-            print("Settings have changed since it started; apply them with: redraft down && redraft up")
+            again = f"{typed('down', loaded)} && {typed('up', loaded)}"
+            print(f"Settings have changed since it started; apply them with: {again}")
         return
     deployment.forget()
     state = _follow(deployment, _start_supervisor(loaded.path, deployment, lock))
     print(f"Ready: {state.url}/v1")
-    print('Try it: redraft chat --once "What is speculative decoding?"')
+    print(f'Try it: {typed("chat", loaded)} --once "What is speculative decoding?"')
 
 
 def down(config: ConfigPath = None) -> None:
@@ -83,7 +89,8 @@ def serve(
         nonlocal last
         if (state.phase, state.message) != last:
             last = (state.phase, state.message)
-            console.print(f"{state.phase}: {state.message or state.url}", markup=False)
+            what = state.message or (STOPPING if state.phase == "stopping" else state.url)
+            console.print(f"{state.phase}: {what}", markup=False)
 
     with os.fdopen(lock):
         run_deployment(loaded, deployment, report)
@@ -123,7 +130,7 @@ def logs(
     _, deployment = load(config)
     path = deployment.log(process)
     if not path.exists():
-        raise CliError(f"{path} does not exist: the {process} has not run here yet")
+        raise CliError(f"{path} does not exist: the {process} has not run here yet{others(deployment)}")
     with path.open(errors="replace") as file:
         for line in deque(file, maxlen=lines):
             sys.stdout.write(line)
@@ -152,9 +159,11 @@ def _start_supervisor(config: Path | None, deployment: Deployment, lock: int) ->
 
 
 def _follow(deployment: Deployment, started: subprocess.Popen[bytes] | None) -> State:
-    """Wait until the deployment is ready; Ctrl-C takes back a start of our own."""
+    """Wait until the deployment is ready, or keeps dying; Ctrl-C takes back a start of our own."""
     console = Console(stderr=True, highlight=False)
     begin = time.monotonic()
+    told = ""
+    first_restarts: int | None = None
     try:
         with console.status("Starting") as line:
             while True:
@@ -164,6 +173,14 @@ def _follow(deployment: Deployment, started: subprocess.Popen[bytes] | None) -> 
                     return state
                 if ended or (state and state.phase == "failed"):
                     raise CliError(_why(deployment, state))
+                if state and state.phase == "degraded":
+                    restarts = sum(service.restarts for service in state.services.values())
+                    first_restarts = restarts if first_restarts is None else first_restarts
+                    if restarts >= first_restarts + DEATHS:
+                        raise CliError(f"{state.message}\nIt keeps dying; it goes on being started until redraft down")
+                    if state.message != told:
+                        told = state.message
+                        console.print(f"{state.phase}: {told}", markup=False, soft_wrap=True)
                 phase = state.phase if state else "starting"
                 line.update(f"{phase.capitalize()} ({time.monotonic() - begin:.0f} s)")
                 time.sleep(0.1)

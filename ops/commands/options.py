@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from redraft.ops.config import LoadedConfig, load_config
+from redraft.ops.config import ConfigError, LoadedConfig, load_config
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.errors import CliError
 
@@ -30,15 +33,33 @@ def running_state(path: Path | None) -> State:
     Raises:
         CliError: it is not; the message names those that are.
     """
-    _, deployment = load(path)
+    loaded, deployment = load(path)
     state = deployment.read()
     if state is None or not deployment.is_locked():
-        raise CliError(f"nothing is running here; start it with: redraft up{others(deployment)}")
+        raise CliError(f"nothing is running here; start it with: {typed('up', loaded)}{others(deployment)}")
     return state
+
+
+def typed(command: str, loaded: LoadedConfig) -> str:
+    """A command as it has to be typed for this deployment; ``redraft`` may not be on the PATH."""
+    invoked = Path(sys.argv[0])
+    program = "redraft" if shutil.which("redraft") or invoked.name != "redraft" else str(invoked)
+    return f"{program} {command}" + (f" --config {loaded.path}" if loaded.path else "")
 
 
 def others(deployment: Deployment) -> str:
     """A hint naming the other deployments that run; empty if there are none."""
-    states = [other.read() for other in Deployment.running() if other != deployment]
-    known = [f"{state.url} (--config {state.config_path})" for state in states if state]
+    states = [(other, other.read()) for other in Deployment.running() if other != deployment]
+    known = [f"{state.url} ({_how_to_name(other, state)})" for other, state in states if state]
     return f"\nrunning elsewhere: {', '.join(known)}" if known else ""
+
+
+def _how_to_name(deployment: Deployment, state: State) -> str:
+    """What makes a command mean this deployment; its file alone does not where the environment set the port."""
+    path = Path(state.config_path) if state.config_path else None
+    option = f"--config {path}" if path else "no --config"
+    with contextlib.suppress(ConfigError):
+        if Deployment.of(load_config(path, {})) == deployment:
+            return option
+    port = deployment.folder.name if deployment.folder.name.isdigit() else "0"
+    return f"REDRAFT_GATEWAY__PORT={port}, {option}"

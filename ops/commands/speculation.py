@@ -11,7 +11,11 @@ import typer
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.types import SpeculationScope
 from redraft.ops.commands.options import ConfigPath, load, running_state
-from redraft.ops.errors import UsageError
+from redraft.ops.config import load_config
+from redraft.ops.errors import CliError, UsageError
+
+ENGINE_SECONDS = 10.0
+"""For the pass that runs to end; the switch comes between two."""
 
 
 def speculation(
@@ -27,13 +31,15 @@ def speculation(
     if tenant is not None and request is not None:
         raise UsageError("--tenant and --request exclude each other")
     running_state(config)
-    loaded, deployment = load(config)
+    _, deployment = load(config)
+    in_force = load_config(deployment.effective_config, {}).config
+    assert in_force.engine.socket is not None
     scope = SpeculationScope("all")
     if tenant is not None:
         scope = SpeculationScope("tenant", tenant)
     elif request is not None:
         scope = SpeculationScope("request", request)
-    asyncio.run(_switch(deployment.socket(loaded.config.engine.socket), scope, on=switch == "on"))
+    asyncio.run(_switch(in_force.engine.socket, scope, on=switch == "on"))
     whom = f"{scope.kind} {scope.name}" if scope.name else "every request"
     print(f"Speculation is {switch} for {whom}")
 
@@ -41,6 +47,9 @@ def speculation(
 async def _switch(socket: Path, scope: SpeculationScope, *, on: bool) -> None:
     engine = EmbeddedEngine(socket)
     try:
-        await engine.set_speculation(scope, on)
+        async with asyncio.timeout(ENGINE_SECONDS):
+            await engine.set_speculation(scope, on)
+    except TimeoutError:
+        raise CliError("the engine does not answer; look at: redraft status") from None
     finally:
         await engine.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -11,14 +12,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from redraft.engine.checkpoints import identity
 from redraft.ops import cli
-from redraft.ops.commands import bench, doctor
+from redraft.ops.commands import bench, doctor, options
 from redraft.ops.config import load_config
-from redraft.ops.deployment import Deployment
+from redraft.ops.deployment import Deployment, Phase, ServiceState, State
+from redraft.ops.processes import identify
 
 pytestmark = pytest.mark.unit
 
@@ -41,6 +44,12 @@ def redraft(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     code = leaving.value.code
     assert isinstance(code, int)
     return code
+
+
+def state(phase: Phase, **fields: Any) -> State:
+    me = identify(os.getpid())
+    assert me
+    return State(supervisor=me, phase=phase, url="http://127.0.0.1:1", config="", **fields)
 
 
 @pytest.fixture
@@ -109,6 +118,82 @@ def test_up_tells_a_socket_path_that_is_too_long(
     assert "too long for a socket" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["up", "serve"])
+def test_a_socket_belongs_to_one_running_deployment(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("REDRAFT_GATEWAY__PORT", "0")
+    monkeypatch.setenv("REDRAFT_ENGINE__SOCKET", str(home / "e.sock"))
+    with (home / "e.sock.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert redraft(monkeypatch, command) == 1
+    assert re.search(r"e\.sock is another running deployment's.*set engine\.socket", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("file", "environment", "named"),
+    [
+        (None, {}, "no --config"),
+        ("gateway: {port: 9000}", {}, "--config {path}"),
+        ("gateway: {port: 9000}", {"REDRAFT_GATEWAY__PORT": "9001"}, "REDRAFT_GATEWAY__PORT=9001, --config {path}"),
+        (None, {"REDRAFT_GATEWAY__PORT": "9001"}, "REDRAFT_GATEWAY__PORT=9001, no --config"),
+    ],
+)
+def test_what_runs_elsewhere_is_named_so_that_commands_find_it(
+    file: str | None,
+    environment: dict[str, str],
+    named: str,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = home / "a.yaml" if file else None
+    if path and file:
+        path.write_text(file)
+    deployment = Deployment.of(load_config(path, environment))
+    lock = deployment.lock()
+    assert lock is not None
+    deployment.write(state("ready", config_path=str(path) if path else None))
+    monkeypatch.setenv("REDRAFT_GATEWAY__PORT", "9999")
+    try:
+        assert redraft(monkeypatch, "status") == 3
+    finally:
+        os.close(lock)
+    assert capsys.readouterr().out.endswith(f"running elsewhere: http://127.0.0.1:1 ({named.format(path=path)})\n")
+
+
+def test_up_says_why_what_already_runs_keeps_dying_and_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deployment = Deployment.of(load_config(None, {}))
+    lock = deployment.lock()
+    assert lock is not None
+    restarts = iter(range(100))
+
+    def die_again(deployment: Deployment) -> State:
+        return state(
+            "degraded", message="engine: out of paper", services={"engine": ServiceState(restarts=next(restarts))}
+        )
+
+    monkeypatch.setattr(Deployment, "read", die_again)
+    try:
+        assert redraft(monkeypatch, "up") == 1
+    finally:
+        os.close(lock)
+    error = capsys.readouterr().err
+    assert "degraded: engine: out of paper" in error
+    assert error.endswith("error: engine: out of paper\nIt keeps dying; it goes on being started until redraft down\n")
+
+
+def test_a_command_to_type_next_works_where_redraft_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    loaded = load_config(Path("configs/quickstart.yaml"), {})
+    monkeypatch.setattr(sys, "argv", [".venv/bin/redraft", "up"])
+    assert options.typed("chat", loaded) == ".venv/bin/redraft chat --config configs/quickstart.yaml"
+    monkeypatch.setattr(sys, "argv", ["/lib/redraft/ops/cli.py", "up"])
+    assert options.typed("chat", load_config(None, {})) == "redraft chat"
+
+
 def test_a_fault_of_ours_is_one_message_unless_the_traceback_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +246,16 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(
     assert re.search(r"fail  127\.0\.0\.1:\d+ cannot be listened on\n +Port .*gateway\.port", out)
     failures = [finding for finding in doctor.check(None) if finding.level == "fail"]
     assert all(finding.mend for finding in failures)
+
+
+def test_doctor_says_that_a_machine_without_proc_needs_it(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "PROC", home / "no-proc")
+    assert redraft(monkeypatch, "doctor") == 1
+    out = capsys.readouterr().out
+    assert re.search(r"fail  /proc is not there.*\n +Mount it", out)
+    assert "127.0.0.1:8000" in out, "what comes after is looked at too"
 
 
 def test_doctor_notices_weights_that_are_not_what_was_pulled(

@@ -65,6 +65,7 @@ def test_a_value_that_looks_like_a_date_is_text(tmp_path: Path) -> None:
         ("gatway:\n  port: 3", r":1: unknown key gatway; did you mean gateway\?"),
         ("gateway:\n  port:\n    [1]", r":2: gateway.port is \[1\]; allowed: a whole number"),
         ("gateway:\n  prot: 3", r":2: unknown key gateway.prot; did you mean gateway.port\?"),
+        ("gateway:\n  port: 1\n  engine:\n    model: a", r":3: engine is a section; start its line without blanks"),
         ("engine:\n  zzzz: 3", r":2: unknown key engine.zzzz; known: engine.model, "),
         ("gateway:\n  port: x", r":2: gateway.port is x; allowed: a whole number ≥ 0 and ≤ 65535"),
         ("gateway:\n  port: '80'", r"gateway.port is '80'; allowed: a whole number"),

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -49,6 +50,15 @@ class Shell:
         with self.popen(*arguments) as process:
             out, err = process.communicate(stdin, timeout=240)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def run_until(
+        self, wanted: Callable[[subprocess.CompletedProcess[str]], bool], *arguments: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command again and again until its outcome is the wanted one."""
+        deadline = time.monotonic() + 60
+        while not wanted(done := self.run(*arguments)):
+            assert time.monotonic() < deadline, done
+        return done
 
     def state(self) -> State:
         (folder,) = (self.folder / "redraft" / "deployments").iterdir()
@@ -153,6 +163,30 @@ def test_the_kill_switch_stops_drafting_at_once_and_lets_it_start_again(shell: S
     both = shell.run("speculation", "off", "--tenant", "a", "--request", "b")
     assert both.returncode == 2
     assert "exclude each other" in both.stderr
+    unknown = shell.run("speculation", "off", "--request", "chatcmpl-nobody")
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+    assert unknown.stderr == "error: no request chatcmpl-nobody is running\n"
+
+
+def test_the_kill_switch_reaches_what_runs_whatever_the_configuration_says_now(shell: Shell) -> None:
+    changed = Shell(shell.folder, REDRAFT_ENGINE__SOCKET="/tmp/not-there.sock")
+    assert changed.run("speculation", "off").returncode == 0
+    assert statistics(shell)["drafted_tokens"] == 0
+    assert changed.run("speculation", "on").returncode == 0
+
+
+def test_a_frozen_engine_is_told(shell: Shell) -> None:
+    engine = shell.state().services["engine"].process
+    assert engine
+    engine.send(signal.SIGSTOP)
+    try:
+        status = shell.run_until(lambda done: done.returncode == 1, "status")
+        switch = shell.run("speculation", "on")
+    finally:
+        engine.send(signal.SIGCONT)
+    assert "engine: does not answer; after 30 s it is started again" in status.stdout
+    assert "Traceback" not in switch.stderr
+    assert shell.run_until(lambda done: done.returncode == 0, "status").returncode == 0
 
 
 def test_a_killed_engine_comes_back_while_the_gateway_answers(shell: Shell) -> None:
