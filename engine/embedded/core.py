@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 PREFILL_ROWS = 192
 """Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
 
+MAX_CHOICES = 128
+"""Most answers to one request; each waits for a place."""
+
 ALL = SpeculationScope("all")
 NO_PROPOSAL = Proposal()
 
@@ -219,6 +222,12 @@ class EngineCore:
                 f"{self.cache.slots} tokens; lower max_tokens, or raise engine.kv_bytes",
                 "max_tokens",
             )
+        if not 1 <= request.n <= MAX_CHOICES:
+            raise RequestRefused(f"n is {request.n}; it must be 1 to {MAX_CHOICES}", "n")
+        if request.logprobs is not None and not 0 <= request.logprobs <= vocab:
+            raise RequestRefused(f"logprobs is {request.logprobs}; it must be 0 to {vocab}", "logprobs")
+        if not all(0 <= token < vocab for token, _ in request.sampling.logit_bias):
+            raise RequestRefused(f"logit_bias has token ids outside 0 to {vocab - 1}", "logit_bias")
         if request.constraint is not None and request.stopping.ignore_eos:
             raise RequestRefused("ignore_eos would run past the end of a constrained answer", "ignore_eos")
 
@@ -395,9 +404,7 @@ class EngineCore:
         finish: FinishReason | None,
         step: VerifyStep | None,
     ) -> Commit:
-        if finish is not None:
-            self._finish(sequence)
-        return Commit(
+        commit = Commit(
             request_id=sequence.request.request_id,
             choice=sequence.choice,
             token_ids=tokens,
@@ -408,6 +415,9 @@ class EngineCore:
             cached_tokens=sequence.cached_tokens,
             seed=sequence.seed,
         )
+        if finish is not None:
+            self._finish(sequence)
+        return commit
 
     def _finish(self, sequence: Running) -> None:
         self.running.remove(sequence)

@@ -21,6 +21,7 @@ from redraft.engine.types import (
     SamplingParams,
     SpeculationScope,
     StopConditions,
+    TokenLogprob,
 )
 
 from .conftest import answers, run
@@ -308,6 +309,17 @@ def test_a_fault_in_one_request_aborts_that_one_alone(make_core: MakeCore, monke
     assert core.cache.used_slots == sum(s.capacity for s in core.cache._idle.values())
 
 
+def test_a_fault_at_the_last_token_is_told_too(make_core: MakeCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(logits: Tensor, token: int, alternatives: int) -> TokenLogprob:
+        raise RuntimeError("no such row")
+
+    core = make_core()
+    core.submit(request(max_tokens=1, logprobs=1))
+    monkeypatch.setattr("redraft.engine.embedded.core.token_logprob", faulty)
+    assert [commit.finish_reason for commit in core.step()] == ["abort"]
+    assert not core.request_ids
+
+
 def test_many_choices_of_one_client_do_not_fill_the_queue_of_others(make_core: MakeCore) -> None:
     core = make_core(max_running=1, max_waiting=1)
     core.submit(request("many", n=16, sampling=SamplingParams(temperature=1.0)))
@@ -344,6 +356,11 @@ def test_a_full_queue_turns_requests_away(make_core: MakeCore) -> None:
         (request(prompt=(1, -1)), "outside"),
         (request(prompt=range(200), max_tokens=400), "200 prompt tokens and 400"),
         (request(max_tokens=0), "max_tokens is 0"),
+        (request(n=0), "n is 0"),
+        (request(n=10**12), "n is 1000000000000"),
+        (request(logprobs=-1), "logprobs is -1"),
+        (request(logprobs=321), "0 to 320"),
+        (request(sampling=SamplingParams(logit_bias=((320, 1.0),))), "logit_bias has token ids outside 0 to 319"),
     ],
 )
 def test_what_can_never_run_is_refused_in_words(make_core: MakeCore, bad: GenerationRequest, message: str) -> None:
