@@ -25,8 +25,11 @@ class ContentPart(Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(Struct, forbid_unknown_fields=True):
+    """``parsed_arguments`` is what the openai client made of ``arguments``; it sends both back."""
+
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class MessageToolCall(Struct, forbid_unknown_fields=True):
@@ -38,6 +41,8 @@ class MessageToolCall(Struct, forbid_unknown_fields=True):
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True):
+    """``parsed`` is what the openai client made of ``content``; it sends both back."""
+
     role: Annotated[str, Meta(extra_json_schema={"enum": list(ROLES)})]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -49,6 +54,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True):
     audio: None = None
     function_call: None = None
     refusal: None = None
+    parsed: Any = None
 
 
 class FunctionDefinition(Struct, forbid_unknown_fields=True):

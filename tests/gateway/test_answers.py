@@ -105,6 +105,17 @@ def test_our_own_answers_can_be_sent_back_as_the_client_holds_them(gateway: Any)
         assert response.status_code == 200, response.text
 
 
+def test_what_the_openai_client_parsed_can_be_sent_back_too(gateway: Any) -> None:
+    gateway.engine.script = lambda request: gateway.engine.answer(CALL)
+    parsed = gateway.openai.chat.completions.parse(**gateway.body(tools=[openai_tool(strict=True)])).choices[0].message
+    reply = {"role": "tool", "tool_call_id": parsed.tool_calls[0].id, "content": "3"}
+    gateway.openai.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hi"}, parsed, reply])
+
+
+def openai_tool(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}, **fields}}
+
+
 def test_a_character_split_over_commits_arrives_whole(gateway: Any) -> None:
     engine = gateway.engine
     text = "naïve 🦊 日本語"
