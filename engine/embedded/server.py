@@ -172,8 +172,9 @@ class EngineServer:
         thread.start()
         while self._take_messages():
             self._threads.update()
-            self._send(self._core.step())
+            commits = self._core.step()
             self._health = self._measure()
+            self._send(commits)
             self._forget_finished()
         self._io.call_soon_threadsafe(self._io.stop)
         thread.join()

@@ -11,13 +11,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded import wire
 from redraft.engine.embedded.client import EmbeddedEngine
-from redraft.engine.embedded.server import main
+from redraft.engine.embedded.server import Connection, EngineServer, build_core, main
+from redraft.engine.embedded.threads import ThreadGovernor
 from redraft.engine.protocol import EngineOverloaded, EngineUnavailable, RequestRefused
 from redraft.engine.types import (
     Commit,
@@ -109,6 +111,25 @@ def test_concurrent_requests_each_get_their_own_tokens(process: Process) -> None
         assert together == [alone[:5], alone[:10], alone[:15]]
 
     with_engine(process, scenario)
+
+
+def test_whoever_has_an_answer_does_not_find_it_running(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(model=str(tiny_checkpoint), threads=1, kv_bytes=4 << 20)
+    server = EngineServer(*build_core(config), tmp_path / "engine.sock", ThreadGovernor(1))
+    running = []
+
+    def post(self: EngineServer, connection: Connection, message: wire.Commits) -> None:
+        running.append(self._health.running)
+        if message.commits[0].finish_reason:
+            self._inbox.put(None)
+
+    monkeypatch.setattr(EngineServer, "_post", post)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    server._inbox.put((Connection(Mock()), wire.Submit(request("r", max_tokens=2, speculation=False))))
+    server.run()
+    assert running == [1, 0]
 
 
 def test_closing_the_iterator_frees_the_place_before_and_after_the_first_token(process: Process) -> None:
