@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, Literal, Protocol
 
 import llguidance
@@ -16,6 +19,14 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 """One way to write each value, as models write it; free white space invites endless runs of it."""
 
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+MAX_GRAMMAR_CHARACTERS = 128 << 10
+MAX_MULTIPLES = 20_000
+"""States that ``multipleOf`` may take; they are all built beforehand, and no limit of llguidance's bounds them."""
+
+_MULTIPLE_OF = re.compile(r'"multipleOf": (-?[0-9.eE+-]+)')
+_LIMITS = llguidance.LLParserLimits(max_items_in_row=16_000)
+"""More than by default, for objects with a thousand optional properties; the limits on time stay as they are."""
 
 
 def json_constraint(schema: Mapping[str, Any] = ANY_OBJECT) -> Constraint:
@@ -55,7 +66,7 @@ def tool_call_constraint(
 def problem_with(constraint: Constraint) -> str | None:
     """What is wrong with a constraint's grammar, in words, or None."""
     try:
-        return llguidance.LLMatcher.validate_grammar(_grammar(constraint)) or None
+        return llguidance.LLMatcher.validate_grammar(_grammar(constraint), limits=_LIMITS) or None
     except ValueError as error:
         return str(error)
 
@@ -88,16 +99,28 @@ class GrammarCompiler:
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """A matcher at the beginning of an answer; raises ValueError with what is wrong with the grammar."""
-        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+        matcher = llguidance.LLMatcher(self._tokenizer, _grammar(constraint), log_level=0, limits=_LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         return matcher
 
 
 def _grammar(constraint: Constraint) -> str:
+    if len(constraint.text) > MAX_GRAMMAR_CHARACTERS:
+        raise ValueError(f"{len(constraint.text)} characters are more than the {MAX_GRAMMAR_CHARACTERS} allowed")
+    if _multiples(constraint.text) > MAX_MULTIPLES:
+        raise ValueError(f"multipleOf takes more than the {MAX_MULTIPLES} states allowed; use smaller or fewer ones")
     if constraint.kind == "lark":
         return llguidance.LLMatcher.grammar_from_lark(constraint.text)
     return llguidance.LLMatcher.grammar_from_json_schema(constraint.text)
+
+
+def _multiples(text: str) -> int:
+    """At most this many states for all ``multipleOf`` of a grammar, which may also meet in one number."""
+    values = [abs(Decimal(found)) for found in _MULTIPLE_OF.findall(text)]
+    scale = max([0, *(-int(value.as_tuple().exponent) for value in values)])
+    whole = [int(min(value.scaleb(scale), Decimal(MAX_MULTIPLES + 1))) for value in values]
+    return len(whole) * math.lcm(*filter(None, whole))
 
 
 def _styled(schema: Mapping[str, Any], *, lenient: bool = False) -> dict[str, Any]:

@@ -126,3 +126,36 @@ def test_tools_that_are_not_strict_are_enforced_as_far_as_possible(definition: s
     assert problem_with(loose) is None
     assert takes(tokenizer, loose, '{"a": [1, 1], "b": 2}')
     assert not takes(tokenizer, loose, '{"a": ["1"]}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 999_983},
+        {"type": "integer", "allOf": [{"multipleOf": number} for number in (97, 89, 83, 79)]},
+        {"type": "number", "allOf": [{"multipleOf": 0.0001}, {"multipleOf": 9973}]},
+        {"type": "integer", "multipleOf": 10**400},
+        {"type": "object", "properties": {f"p{i}": {"type": "integer", "multipleOf": 9973} for i in range(20)}},
+        {"enum": ["x" * 1000 + str(i) for i in range(200)]},
+    ],
+    ids=["large", "least common", "scaled", "huge", "many", "long"],
+)
+def test_a_grammar_that_would_take_long_to_build_is_refused_at_once(definition: str, schema: dict[str, Any]) -> None:
+    constraint = json_constraint(schema)
+    assert "allowed" in (problem_with(constraint) or "")
+    with pytest.raises(ValueError, match="allowed"):
+        GrammarCompiler(Tokenizer(definition, (2,)), 400).matcher(constraint)
+
+
+@pytest.mark.parametrize("multiples", [(7,), (0.01, 0.01), (0.5, 60), (5,) * 10, (1000,)])
+def test_multiples_as_people_use_them_are_enforced(definition: str, multiples: tuple[float, ...]) -> None:
+    properties = {f"p{i}": {"type": "number", "multipleOf": multiple} for i, multiple in enumerate(multiples)}
+    schema = {"type": "object", "properties": properties, "required": ["p0"]}
+    tokenizer = Tokenizer(definition, (2,))
+    assert takes(tokenizer, json_constraint(schema), json.dumps({"p0": multiples[0] * 3}))
+    assert not takes(tokenizer, json_constraint(schema), json.dumps({"p0": multiples[0] / 2}))
+
+
+def test_an_object_may_have_a_thousand_optional_properties(definition: str) -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "boolean"} for i in range(1000)}}
+    assert takes(Tokenizer(definition, (2,)), json_constraint(schema), '{"p3": true, "p999": false}')
