@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import torch
@@ -30,7 +30,7 @@ PREFILL_ROWS = 192
 """Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
 
 MAX_CHOICES = 128
-"""Most answers to one request; each waits for a place."""
+"""Most answers to one request."""
 
 ALL = SpeculationScope("all")
 NO_PROPOSAL = Proposal()
@@ -38,7 +38,11 @@ NO_PROPOSAL = Proposal()
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One choice of a request that has no place yet; ``matcher`` stands at the beginning of its grammar."""
+    """The next choice of a request to get a place; ``matcher`` stands at the beginning of its grammar.
+
+    The second queues when the prompt has been read, every further one when the one before it got its place: behind all
+    others, so that requests take turns.
+    """
 
     request: GenerationRequest
     choice: int
@@ -250,6 +254,8 @@ class EngineCore:
             if kv is None:
                 return
             self.waiting.popleft()
+            if 0 < waiting.choice < request.n - 1:
+                self.waiting.append(replace(waiting, choice=waiting.choice + 1))
             chooser = TokenChooser(
                 request.sampling,
                 request.prompt_ids,
@@ -349,9 +355,8 @@ class EngineCore:
         sequence.tokens.append(token)
         if self.drafter is not None and request.speculation:
             sequence.draft = self.drafter.start(sequence.tokens)
-        if sequence.choice == 0:
-            others = [Waiting(request, choice, sequence.seed, sequence.matcher) for choice in range(1, request.n)]
-            self.waiting.extendleft(reversed(others))
+        if sequence.choice == 0 and request.n > 1:
+            self.waiting.append(Waiting(request, 1, sequence.seed, sequence.matcher))
         yield self._commit(sequence, (token,), logits, finish, None)
 
     def _verify(self, rows: Rows, logits: Tensor, arg_max: Sequence[int], shared: Pass) -> Commit:

@@ -327,6 +327,13 @@ def test_many_choices_of_one_client_do_not_fill_the_queue_of_others(make_core: M
     core.submit(request("other"))
 
 
+def test_many_choices_of_one_client_take_turns_with_others(make_core: MakeCore) -> None:
+    core = make_core(max_running=1)
+    commits = run(core, [request("many", n=4, sampling=SamplingParams(temperature=1.0)), request("other", n=2)])
+    finished = [(commit.request_id, commit.choice) for commit in commits if commit.finish_reason]
+    assert finished == [("many", 0), ("other", 0), ("many", 1), ("other", 1), ("many", 2), ("many", 3)]
+
+
 def test_aborting_while_the_prompt_is_being_read_leaves_a_usable_cache(make_core: MakeCore) -> None:
     core = make_core()
     prompt = [index % 250 for index in range(400)]
