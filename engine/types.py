@@ -17,6 +17,9 @@ SamplingMode = Literal["greedy", "sampled"]
 
 FIRST_CONTEXT_BUCKET = 512
 
+MAX_CHOICES = 128
+"""Most answers to one request."""
+
 MIN_TEMPERATURE = 1e-4
 """Below this, sampling is arg-max to within the precision of logits, and is taken as greedy."""
 

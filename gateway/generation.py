@@ -7,10 +7,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from redraft.engine.types import Capabilities, SamplingParams
+from redraft.engine.types import MAX_CHOICES, Capabilities, SamplingParams
 from redraft.gateway.errors import ApiError, InvalidRequest
-
-MAX_CHOICES = 128
 
 TokenId = Annotated[int, Meta(ge=0)]
 TokenCount = Annotated[int, Meta(ge=1)]

@@ -54,12 +54,12 @@ def _describe_fields(schema: dict[str, Any], body: BodyDecoder[Any]) -> None:
     """Fields that only the table of parameters knows: any value of an inert one, the neutral values of the others."""
     schema["additionalProperties"] = False
     for name, parameter in (body.parameters or {}).items():
-        neutral = {} if parameter.handling == "inert" else {"enum": [None, *parameter.neutral]}
+        neutral: dict[str, Any] = {} if parameter.handling == "inert" else {"enum": [None, *parameter.neutral]}
         schema["properties"].setdefault(name, neutral)
 
 
 def _operation(operation: Operation, schemas: dict[type, dict[str, Any]]) -> dict[str, Any]:
-    content = {}
+    content: dict[str, Any] = {}
     if operation.answer is None:
         content["text/plain"] = {"schema": {"type": "string"}}
     else:

@@ -8,6 +8,7 @@ import socket
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 GRACEFUL_SECONDS = 5
 KEEP_ALIVE_SECONDS = 75
@@ -16,6 +17,40 @@ KEEP_ALIVE_SECONDS = 75
 
 class AddressUnavailable(Exception):
     """The address cannot be listened on; the message says why and what to do."""
+
+
+class Protocol(HttpToolsProtocol):
+    """HTTP/1.1 without pipelining: what comes behind a request that is being answered is dropped, unread.
+
+    uvicorn would queue it and stop reading, and then not notice when the client hangs up. The connection closes after
+    the answer, which tells a client that did pipeline to send the rest again.
+    """
+
+    _dropping = False
+
+    def data_received(self, data: bytes) -> None:
+        if not self._dropping:
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        if self._dropping:
+            return
+        answering = self.cycle
+        super().on_headers_complete()
+        if self.pipeline:
+            self._dropping = True
+            self.pipeline.clear()
+            self.cycle = answering
+            self.cycle.keep_alive = False
+            self.flow.resume_reading()
+
+    def on_body(self, body: bytes) -> None:
+        if not self._dropping:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if not self._dropping:
+            super().on_message_complete()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -50,7 +85,7 @@ def make_server(app: ASGIApp) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="auto",
-        http="httptools",
+        http=Protocol,
         ws="none",
         lifespan="on",
         log_config=None,

@@ -6,11 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from redraft.engine.types import Capabilities
+from redraft.engine.types import MAX_CHOICES, Capabilities
 from redraft.gateway.decoding import BodyDecoder
 from redraft.gateway.errors import InvalidRequest
 from redraft.gateway.generation import (
-    MAX_CHOICES,
     Generation,
     GenerationFields,
     TokenId,

@@ -95,7 +95,7 @@ class EventStream(Response):
         async def deliver(message: Message) -> None:
             try:
                 await send(message)
-            except OSError as exc:
+            except (OSError, RuntimeError) as exc:  # uvloop: "the handler is closed"
                 raise ClientDisconnected from exc
 
         await until_disconnect(receive, self._stream(deliver))

@@ -22,15 +22,23 @@ from redraft.engine.embedded.sampler import TokenChooser, token_logprob
 from redraft.engine.embedded.stopping import StopChecker
 from redraft.engine.policy.base import BlockLengthPolicy
 from redraft.engine.protocol import EngineOverloaded, RequestRefused
-from redraft.engine.types import Commit, FinishReason, GenerationRequest, SpeculationScope, TokenLogprob, VerifyStep
+from redraft.engine.types import (
+    MAX_CHOICES,
+    Commit,
+    FinishReason,
+    GenerationRequest,
+    SpeculationScope,
+    TokenLogprob,
+    VerifyStep,
+)
 
 logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 192
-"""Prompt rows of one pass; bounds how long a prompt can hold up running answers."""
+"""Prompt rows of one pass at the beginning of a context; bounds how long a prompt can hold up running answers."""
 
-MAX_CHOICES = 128
-"""Most answers to one request."""
+PREFILL_CONTEXT = 1024
+"""Tokens of context that cost a prompt row about as much in attention as all its matrix products."""
 
 ALL = SpeculationScope("all")
 NO_PROPOSAL = Proposal()
@@ -302,11 +310,13 @@ class EngineCore:
         return self.drafter is not None and request.speculation and self._switched_off.isdisjoint(scopes)
 
     def _prompt_rows(self) -> Iterable[Rows]:
-        budget = PREFILL_ROWS
+        budget = float(PREFILL_ROWS)
         for sequence in self.running:
-            if sequence.prefilling and budget > 0:
-                chunk = sequence.tokens[sequence.kv.length : sequence.kv.length + budget]
-                budget -= len(chunk)
+            done = sequence.kv.length
+            cost = 1 + done / PREFILL_CONTEXT
+            if sequence.prefilling and budget >= cost:
+                chunk = sequence.tokens[done : done + int(budget / cost)]
+                budget -= len(chunk) * cost
                 yield Rows(sequence, chunk)
 
     def _forward(self, batch: Sequence[Rows]) -> Tensor:

@@ -66,6 +66,32 @@ def test_a_hang_up_aborts_in_the_engine_within_a_second(
     assert gateway.engine.running == 0
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_hang_up_behind_a_pipelined_request_is_noticed(gateway: Any, hang: object, stream: bool) -> None:
+    gateway.engine.script = script(gateway.engine, AFTER, hang)
+    client = connect(gateway, "/v1/chat/completions", stream=stream)
+    assert gateway.engine.hanging.wait(10)
+    second = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"x" * 100_000
+    client.sendall(second * 4)
+    client.close()
+    assert gateway.engine.closed.wait(1)
+    wait_until_idle(gateway)
+
+
+def test_a_pipelined_request_is_dropped_and_the_first_is_answered_whole(gateway: Any) -> None:
+    gateway.engine.script = lambda request: gateway.engine.answer("Hello")
+    body = json.dumps(BODIES["/v1/chat/completions"]).encode()
+    one = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
+    with socket.create_connection(("127.0.0.1", gateway.port)) as client:
+        client.sendall(one + one)
+        received = b""
+        while data := client.recv(65536):
+            received += data
+    assert received.count(b"HTTP/1.1 200") == 1
+    assert b"Hello" in received
+    assert b"connection: close" in received.lower()
+
+
 def test_a_client_that_stops_reading_and_then_hangs_up_frees_its_slot(gateway: Any) -> None:
     engine = gateway.engine
     text = engine.ids("x" * 1000)
