@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import islice
 
 from redraft.engine.chat.messages import Message, ToolCall
 from redraft.engine.chat.tokenizer import Tokenizer
@@ -18,6 +19,8 @@ from redraft.feedback.metrics import ServingMetrics
 from redraft.gateway.response import FinishReason
 
 AnswerDelta = ContentDelta | ToolCallDelta
+
+PROMPTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
@@ -280,8 +283,12 @@ class Completion:
 
 
 async def merged(sources: Sequence[AsyncGenerator[Commit]]) -> AsyncGenerator[tuple[int, Commit]]:
-    """What all sources yield, as it comes, each with its source's number; closing this closes them all."""
-    pending = {asyncio.create_task(_next(source)): number for number, source in enumerate(sources)}
+    """What sources yield, as it comes, each with its source's number; closing this closes them all.
+
+    A few run at a time, in their order, so that a request with many prompts neither fills the queue nor overflows it.
+    """
+    waiting = iter(enumerate(sources))
+    pending = {asyncio.create_task(_next(source)): number for number, source in islice(waiting, PROMPTS_AT_ONCE)}
     try:
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -291,6 +298,8 @@ async def merged(sources: Sequence[AsyncGenerator[Commit]]) -> AsyncGenerator[tu
                 if commit is not None:
                     yield number, commit
                     pending[asyncio.create_task(_next(sources[number]))] = number
+                elif (following := next(waiting, None)) is not None:
+                    pending[asyncio.create_task(_next(following[1]))] = following[0]
     finally:
         for task in pending:
             task.cancel()

@@ -105,7 +105,7 @@ def _stopping(
     if len(token_ids) > longest:
         message = (
             f"This model's context is {capabilities.context_length} tokens, of which a prompt may take {longest}; "
-            f"your {param} came to {len(token_ids)} tokens. Shorten it."
+            f"your {param} came to {len(token_ids)} tokens. Shorten the {param}."
         )
         raise InvalidRequest(message, param, "context_length_exceeded")
     room = longest + 1 - len(token_ids)

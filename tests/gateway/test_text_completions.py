@@ -8,6 +8,7 @@ import pytest
 
 from redraft.engine.protocol import EngineUnavailable
 from redraft.engine.types import GenerationRequest
+from redraft.gateway.completion import PROMPTS_AT_ONCE
 
 pytestmark = pytest.mark.unit
 
@@ -78,6 +79,23 @@ def test_choices_of_several_prompts_follow_one_another(gateway: Any, stream: boo
     assert first.request_id != second.request_id
     assert first.sampling.seed is not None
     assert first.sampling == second.sampling, "prompts without a seed share a drawn one, which statistics tell"
+
+
+def test_many_prompts_take_few_places_in_the_engine(gateway: Any) -> None:
+    engine = gateway.engine
+    most = 0
+
+    def script(request: GenerationRequest) -> Any:
+        nonlocal most
+        for commit in engine.answer("a", "b"):
+            most = max(most, engine.running)
+            yield commit
+
+    engine.script = script
+    choices = gateway.post_text(prompt=[[number] for number in range(100)]).json()["choices"]
+    assert [choice["text"] for choice in choices] == ["ab"] * 100
+    assert [request.prompt_ids for request in engine.requests] == [(number,) for number in range(100)]
+    assert 1 < most <= PROMPTS_AT_ONCE
 
 
 def test_an_echoed_prompt_of_token_ids_is_told_with_its_control_tokens(gateway: Any) -> None:
