@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from redraft.engine.chat.messages import Message, Tool, ToolCall
-from redraft.engine.checkpoints.checkpoint import chat_templates, read_json
+from redraft.engine.checkpoints.checkpoint import chat_template, read_json
 from redraft.engine.checkpoints.errors import CheckpointError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -98,8 +98,7 @@ class Renderer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Renderer:
-        templates = chat_templates(folder)
-        template = templates.get("tool_use", templates.get("default"))
+        template = chat_template(folder)
         if template is None:
             raise CheckpointError(
                 f"{folder} has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json): "

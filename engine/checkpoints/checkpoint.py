@@ -205,20 +205,23 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def chat_templates(folder: Path) -> dict[str, str]:
-    """Chat templates by name (``default``, perhaps ``tool_use``), from ``chat_template.jinja`` or
-    ``tokenizer_config.json``; empty for a model that is not made to chat."""
+def chat_template(folder: Path) -> str | None:
+    """The one template that conversations are rendered with; None for a model that is not made to chat.
+
+    It is ``chat_template.jinja``, else that of ``tokenizer_config.json``: of several, ``tool_use`` before ``default``.
+    """
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return {"default": file.read_text(encoding="utf-8")}
+            return file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}.") from error
     config = folder / "tokenizer_config.json"
     template = _read_as(_Templates, config).chat_template if config.exists() else None
     if isinstance(template, list):
-        return {entry.name: entry.template for entry in template}
-    return {} if template is None else {"default": template}
+        named = {entry.name: entry.template for entry in template}
+        return named.get("tool_use", named.get("default"))
+    return template
 
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:

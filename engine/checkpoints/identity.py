@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from redraft.engine.checkpoints.bf16 import to_bf16
-from redraft.engine.checkpoints.checkpoint import chat_templates, expected_shapes, open_tensors, validate
+from redraft.engine.checkpoints.checkpoint import chat_template, expected_shapes, open_tensors, validate
 from redraft.engine.checkpoints.safetensors_file import TensorEntry
 
 _CHUNK_BYTES = 1 << 24
@@ -34,7 +34,7 @@ def identity(folder: Path) -> str:
     for name, digest in zip(names, digests, strict=True):
         total.update(json.dumps([name, *tensors[name].shape]).encode() + b"\0" + digest)
     total.update(hashlib.sha256((folder / "tokenizer.json").read_bytes()).digest())
-    total.update(hashlib.sha256(chat_templates(folder).get("default", "").encode()).digest())
+    total.update(hashlib.sha256((chat_template(folder) or "").encode()).digest())
     return total.hexdigest()
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from redraft.engine.checkpoints import CheckpointError, identity
 from redraft.engine.checkpoints.bf16 import to_bf16
+from redraft.engine.checkpoints.checkpoint import chat_template
 
 pytestmark = pytest.mark.unit
 MakeCheckpoint = Callable[..., Path]
@@ -93,3 +94,19 @@ def test_rounding_to_bf16_is_pytorchs(bits: list[int]) -> None:
     theirs = torch.from_numpy(values.copy()).to(torch.bfloat16)
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert torch.equal(ours[~ours.isnan()].view(torch.int16), theirs[~theirs.isnan()].view(torch.int16))
+
+
+def test_of_several_templates_the_one_that_is_rendered_counts(make_checkpoint: MakeCheckpoint) -> None:
+    folder = make_checkpoint()
+    tools, plain = ({"name": "tool_use", "template": "{{ tools }}"}, {"name": "default", "template": "{{ messages }}"})
+
+    def with_templates(*templates: dict[str, str]) -> str:
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": list(templates)}))
+        return identity(folder)
+
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    both = with_templates(tools, plain)
+    assert chat_template(folder) == "{{ tools }}"
+    assert with_templates(tools) == both
+    assert with_templates(plain) != both
+    assert with_templates({**tools, "template": "{{ tools }}!"}, plain) != both
