@@ -46,7 +46,7 @@ class PlainLinear:
 class PackedLinear:
     """oneDNN's product over a weight reordered once for this processor; bf16 with fp32 accumulation.
 
-    At one row on two cores it takes two thirds of the time of ``F.linear``, which reads the weight in its plain layout.
+    Faster than ``F.linear`` most where rows are few, since that reads the weight in its plain layout.
     """
 
     def __init__(self, weight: Tensor) -> None:

@@ -1,7 +1,7 @@
 """How many threads a pass may use while other programs want the same cores.
 
 A pass is hundreds of short parallel regions, and each ends only when its slowest thread does. One busy neighbour on one
-core makes every region wait for the scheduler (measured: 40 times slower on two cores), so the engine leaves that core
+core makes every region wait for the scheduler, many times as long as the region itself, so the engine leaves that core
 to it. Niced work does not count: it gives way by itself.
 """
 
