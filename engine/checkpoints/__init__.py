@@ -1,5 +1,6 @@
 """Checkpoints of targets: fetching, finding, checking and identifying them."""
 
+from redraft.engine.checkpoints.adapter import merge
 from redraft.engine.checkpoints.checkpoint import (
     Llama3RopeScaling,
     ModelConfig,
@@ -8,7 +9,7 @@ from redraft.engine.checkpoints.checkpoint import (
     open_tensors,
     validate,
 )
-from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError, PullError
+from redraft.engine.checkpoints.errors import AdapterError, CheckpointError, ModelNotFoundError, PullError
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve, served_name
 from redraft.engine.checkpoints.pull import pull
@@ -16,6 +17,7 @@ from redraft.engine.checkpoints.safetensors_file import TensorEntry
 from redraft.engine.checkpoints.transfer import Progress
 
 __all__ = [
+    "AdapterError",
     "CheckpointError",
     "Llama3RopeScaling",
     "ModelConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "identity",
     "list_models",
     "load_config",
+    "merge",
     "models_dir",
     "open_tensors",
     "pull",

@@ -11,3 +11,7 @@ class ModelNotFoundError(CheckpointError):
 
 class PullError(CheckpointError):
     """A model could not be fetched or written; nothing half-made was left."""
+
+
+class AdapterError(CheckpointError):
+    """An adapter cannot be merged: it is damaged, of another base, or of another kind."""

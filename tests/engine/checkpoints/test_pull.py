@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from redraft.engine.checkpoints import (
     CheckpointError,
@@ -32,13 +32,14 @@ from redraft.engine.checkpoints import (
     gguf_llama,
     identity,
     list_models,
+    merge,
     models,
     pull,
     resolve,
     served_name,
     validate,
 )
-from redraft.engine.checkpoints.models import KnownModel
+from redraft.engine.checkpoints.models import KnownModel, MergedModel
 
 pytestmark = pytest.mark.integration
 NAME = "tiny"
@@ -398,3 +399,92 @@ def test_a_local_folder_is_used_where_it_is_once_it_has_been_checked(known: Know
     os.truncate(folder / "model.safetensors", 1000)
     with pytest.raises(CheckpointError, match="truncated"):
         pull(str(folder))
+
+
+AGENT = "tiny-agent"
+MODULES = {"self_attn.q_proj": (HIDDEN, HIDDEN), "mlp.down_proj": (HIDDEN, INTERMEDIATE)}
+
+
+@pytest.fixture
+def agent(known: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedModel:
+    """The tiny model and an adapter for it, of which nobody knows yet what comes out."""
+    folder = tmp_path / "adapters" / AGENT
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(2)
+    save_file(
+        {
+            f"base_model.model.model.layers.{i}.{module}.lora_{matrix}.weight": torch.randn(
+                (2, columns) if matrix == "A" else (rows, 2), generator=generator
+            ).bfloat16()
+            for i in range(2)
+            for module, (rows, columns) in MODULES.items()
+            for matrix in "AB"
+        },
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(models, "ADAPTERS", folder.parent)
+    model = MergedModel(base=NAME, identity="0" * 64, disk_bytes=1_000_000, licence="Apache-2.0")
+    monkeypatch.setitem(models.KNOWN_MODELS, AGENT, model)
+    return model
+
+
+@pytest.fixture
+def pinned(agent: MergedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MergedModel:
+    """The tiny agent, with the identity that merging gives."""
+    base = pull(NAME, cache=tmp_path / "elsewhere")
+    model = replace(agent, identity=merge(base, models.ADAPTERS / AGENT, tmp_path / "expected"))
+    monkeypatch.setitem(models.KNOWN_MODELS, AGENT, model)
+    return model
+
+
+@pytest.mark.parametrize("base_is_here", [True, False])
+def test_an_agent_is_its_base_and_the_adapter_merged(
+    pinned: MergedModel, index: Path, cache: Path, base_is_here: bool
+) -> None:
+    if base_is_here:
+        pull(NAME, cache=cache)
+        shutil.rmtree(index)
+    steps: list[tuple[str, int, int]] = []
+    folder = pull(AGENT, cache=cache, progress=lambda *step: steps.append(step))
+    assert folder == resolve(AGENT, cache=cache) == cache / "models" / AGENT
+    assert identity(folder) == pinned.identity
+    assert (folder / "chat_template.jinja").exists()
+    manifest = json.loads((folder / "redraft.json").read_text())
+    assert (manifest["base"], manifest["adapter"], manifest["identity"]) == (NAME, AGENT, pinned.identity)
+    assert manifest["source"] == "pypi:tiny-model==1.0 + adapter"
+    finals = {what: (done, total) for what, done, total in steps}
+    assert all(done == total > 0 for done, total in finals.values())
+    assert ("downloading tiny-model==1.0" in finals) is not base_is_here
+    entries = {entry.name: entry for entry in list_models(cache=cache)}
+    assert (entries[AGENT].folder, entries[AGENT].identity) == (folder, pinned.identity)
+    assert (entries[NAME].folder is not None) is base_is_here
+    assert {path.name for path in (cache / "models").iterdir() if not path.name.endswith(".lock")} == (
+        {NAME, AGENT} if base_is_here else {AGENT}
+    )
+
+
+def test_an_agent_that_comes_out_otherwise_is_not_installed(agent: MergedModel, cache: Path) -> None:
+    with pytest.raises(PullError, match=r"tiny-agent came out with identity \w{64}, expected 0{64}.*pull again"):
+        pull(AGENT, cache=cache)
+    assert not (cache / "models" / AGENT).exists()
+
+
+def test_an_agent_of_an_earlier_release_is_merged_anew(
+    pinned: MergedModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pull(AGENT, cache=cache)
+    manifest = json.loads((folder / "redraft.json").read_text())
+    (folder / "redraft.json").write_text(json.dumps(manifest | {"identity": "1" * 64}))
+    with pytest.raises(ModelNotFoundError, match="redraft models pull tiny-agent"):
+        resolve(AGENT, cache=cache)
+    assert [entry.folder for entry in list_models(cache=cache) if entry.name == AGENT] == [None]
+    assert pull(AGENT, cache=cache) == resolve(AGENT, cache=cache)
+
+
+def test_a_release_without_the_adapter_says_so(agent: MergedModel, cache: Path) -> None:
+    shutil.rmtree(models.ADAPTERS / AGENT)
+    with pytest.raises(CheckpointError, match=r"tiny-agent has no adapter_config\.json"):
+        pull(AGENT, cache=cache)
+    assert not (cache / "models" / AGENT).exists()
