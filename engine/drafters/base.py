@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from msgspec import Struct
+from torch import Tensor
 
-from redraft.engine.types import DrafterVersion
+from redraft.engine.drafters.lookup import SuffixIndex
+from redraft.engine.types import DrafterVersion, SamplingParams
 
 
 class Proposal(Struct, frozen=True):
@@ -18,21 +21,37 @@ class Proposal(Struct, frozen=True):
     match_length: int | None = None
 
 
-class DraftState(Protocol):
-    """A drafter's view of one sequence; it sees committed tokens only and never those of another tenant."""
+@dataclass(frozen=True, slots=True)
+class DraftSequence:
+    """One sequence as a drafter sees it: committed tokens only, and never those of another.
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Take in tokens that became part of the sequence."""
-        ...
+    ``tokens`` are prompt and answer so far; the last is the block start, and positions ``window_start`` to just before
+    it have draft K/V in arena slots from ``slot + window_start``. At most ``length`` tokens are wanted.
+    """
 
-    def propose(self, length: int) -> Proposal:
-        """At most ``length`` tokens that may follow."""
-        ...
+    tokens: Sequence[int]
+    length: int
+    slot: int = 0
+    window_start: int = 0
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    seed: int = 0
+    choice: int = 0
 
 
 class Drafter(Protocol):
-    version: DrafterVersion
+    """Proposes tokens for all running sequences at once.
 
-    def start(self, tokens: Sequence[int]) -> DraftState:
-        """A state for a sequence that begins with these tokens."""
+    ``feature_layers`` are the target's layers (0-based) whose outputs `materialise` takes; ``kv`` is the drafter's own
+    storage [layers, slots, heads, head_dim], slot by slot beside the target's arena, or None.
+    """
+
+    version: DrafterVersion
+    feature_layers: tuple[int, ...]
+    kv: Tensor | None
+
+    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """Write the draft K/V of target rows: features [rows, layers * hidden], positions and slots [rows] int64."""
         ...
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]: ...

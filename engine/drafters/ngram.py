@@ -8,55 +8,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from redraft.engine.drafters.base import Proposal
+from torch import Tensor
+
+from redraft.engine.drafters.base import DraftSequence, Proposal
 from redraft.engine.types import DrafterVersion
-
-MIN_MATCH = 3
-"""Shortest suffix worth continuing, in tokens."""
-
-MAX_MATCH = 32
-CANDIDATES = 16
-"""Latest places compared for the longest match."""
-
-
-class NgramState:
-    """Positions after every run of MIN_MATCH tokens in one sequence.
-
-    >>> state = NgramState([1, 2, 3, 4, 5, 9, 1, 2, 3])
-    >>> state.propose(2)
-    Proposal(tokens=(4, 5), draft_prob=None, match_length=3)
-    """
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens: list[int] = []
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self.extend(tokens)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        first = max(MIN_MATCH, len(self._tokens) + 1)
-        self._tokens.extend(tokens)
-        for end in range(first, len(self._tokens) + 1):
-            self._ends.setdefault(tuple(self._tokens[end - MIN_MATCH : end]), []).append(end)
-
-    def propose(self, length: int) -> Proposal:
-        earlier = self._ends.get(tuple(self._tokens[-MIN_MATCH:]), [])[-CANDIDATES - 1 : -1]
-        if length < 1 or not earlier:
-            return Proposal()
-        matched, end = max((self._match_length(end), end) for end in earlier)
-        return Proposal(tuple(self._tokens[end : end + length]), match_length=matched)
-
-    def _match_length(self, end: int) -> int:
-        tokens, last = self._tokens, len(self._tokens)
-        matched = MIN_MATCH
-        while matched < min(MAX_MATCH, end) and tokens[end - matched - 1] == tokens[last - matched - 1]:
-            matched += 1
-        return matched
 
 
 class NgramDrafter:
-    """The floor: always loaded, and what serves when no trained drafter may."""
+    """The floor: always loaded, and what serves when no trained drafter may.
+
+    >>> NgramDrafter().propose([DraftSequence([1, 2, 3, 4, 5, 9, 1, 2, 3], length=2)])
+    [Proposal(tokens=(4, 5), draft_prob=None, match_length=3)]
+    """
 
     version = DrafterVersion("ngram", "builtin")
+    feature_layers: tuple[int, ...] = ()
+    kv: Tensor | None = None
 
-    def start(self, tokens: Sequence[int]) -> NgramState:
-        return NgramState(tokens)
+    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """It reads tokens only."""
+
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
+        return [_continue(sequence) for sequence in sequences]
+
+
+def _continue(sequence: DraftSequence) -> Proposal:
+    found = sequence.index.find(sequence.tokens) if sequence.length > 0 else None
+    if found is None:
+        return Proposal()
+    end, matched = found
+    return Proposal(tuple(sequence.tokens[end : end + sequence.length]), match_length=matched)

@@ -32,18 +32,25 @@ class Segment:
     position: int
 
 
+def arena_slots(positions: Tensor, segments: Sequence[Segment]) -> Tensor:
+    """Arena slots [rows] of a pass whose rows stand at ``positions``."""
+    slots = [segment.slot for segment in segments for _ in range(segment.rows)]
+    return positions + torch.tensor(slots, device=positions.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Rows [row, row + rows) attending to arena slots [slot, slot + keys) under ``mask`` [1, 1, queries, keys].
 
-    Queries are rows times query heads per K/V head, padded to a multiple of QUERY_BLOCK.
+    Queries are rows times query heads per K/V head, padded to a multiple of QUERY_BLOCK. Without a mask every row sees
+    every key.
     """
 
     row: int
     rows: int
     slot: int
     keys: int
-    mask: Tensor
+    mask: Tensor | None
 
 
 def plan_attention(
@@ -68,6 +75,14 @@ def plan_attention(
             tiles.append(Tile(row, last - first, segment.slot, keys, mask[None, None]))
             first = last
     return tiles
+
+
+def plan_block_attention(segments: Sequence[Segment], windows: Sequence[int]) -> list[Tile]:
+    """One tile a block: its rows see each other and the keys from their request's position ``windows`` on."""
+    return [
+        Tile(block.row, block.rows, block.slot + window, block.position + block.rows - window, None)
+        for block, window in zip(segments, windows, strict=True)
+    ]
 
 
 def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:

@@ -12,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
+import numpy as np
+import torch
 from torch import Tensor
+
+from redraft.engine.types import DrafterVersion
 
 PAGE = 64
 """Slots are handed out in multiples of this, so that keys padded to 64 stay inside their sequence's range."""
@@ -21,6 +25,15 @@ HASH_BLOCK = 16
 
 MAX_CANDIDATES = 8
 """Sequences compared token by token for one prompt, latest first."""
+
+
+def new_kv(layers: int, slots: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """K/V storage [layers, slots, heads, head_dim], zero; on a CPU it takes memory only where it is written."""
+    shape = (layers, slots, heads, head_dim)
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    integer = {2: np.int16, 4: np.int32}[dtype.itemsize]
+    return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)
 
 
 def pages(slots: int) -> int:
@@ -71,7 +84,10 @@ class Arena:
 
 @dataclass(slots=True, eq=False)
 class CachedSequence:
-    """K/V of ``tokens`` in slots [start, start + capacity); position i is slot ``start + i``."""
+    """K/V of ``tokens`` in slots [start, start + capacity); position i is slot ``start + i``.
+
+    Draft K/V stands beside it from position ``draft_start`` on, written by the version ``drafter``.
+    """
 
     namespace: str
     start: int
@@ -80,6 +96,8 @@ class CachedSequence:
     running: bool = True
     used: int = 0
     hashes: list[int] = field(default_factory=list)
+    drafter: DrafterVersion | None = None
+    draft_start: int = 0
 
     @property
     def length(self) -> int:
@@ -87,10 +105,13 @@ class CachedSequence:
 
 
 class PrefixCache:
-    """Finds, hands out, extends and evicts sequences of the arena ``kv`` [layers, slots, heads, head_dim]."""
+    """Finds, hands out, extends and evicts sequences of the arena ``kv`` [layers, slots, heads, head_dim].
 
-    def __init__(self, kv: Tensor) -> None:
-        self._kv = kv
+    ``draft_kv`` is a drafter's storage of as many slots, whose contents move along.
+    """
+
+    def __init__(self, kv: Tensor, draft_kv: Tensor | None = None) -> None:
+        self._stores = [kv] if draft_kv is None else [kv, draft_kv]
         self._arena = Arena(kv.shape[1])
         self._idle: dict[int, CachedSequence] = {}
         self._index: dict[tuple[str, int], list[CachedSequence]] = {}
@@ -129,7 +150,9 @@ class PrefixCache:
             if idle:
                 source.used = next(self._clock)
                 self._idle[source.used] = source
-            sequence = CachedSequence(namespace, start, capacity)
+            sequence = CachedSequence(
+                namespace, start, capacity, drafter=source.drafter, draft_start=min(source.draft_start, hit)
+            )
             self._copy(source.start, start, hit)
             self.extend(sequence, prompt[:hit])
             return sequence
@@ -196,6 +219,7 @@ class PrefixCache:
             self._forget(sequence, value)
         del sequence.hashes[length // HASH_BLOCK :]
         del sequence.tokens[length:]
+        sequence.draft_start = min(sequence.draft_start, length)
 
     def _drop(self, sequence: CachedSequence) -> None:
         self._truncate(sequence, 0)
@@ -209,7 +233,8 @@ class PrefixCache:
             del self._index[key]
 
     def _copy(self, source: int, target: int, length: int) -> None:
-        self._kv[:, target : target + length] = self._kv[:, source : source + length]
+        for store in self._stores:
+            store[:, target : target + length] = store[:, source : source + length]
 
 
 def _chain(previous: int, block: Sequence[int]) -> int:

@@ -6,7 +6,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from redraft.engine.chat.grammar import GrammarCompiler, Matcher
 from redraft.engine.chat.tokenizer import Tokenizer
-from redraft.engine.drafters.base import Drafter, DraftState, Proposal
-from redraft.engine.embedded.attention import Segment
+from redraft.engine.drafters.base import Drafter, DraftSequence, Proposal
+from redraft.engine.drafters.lookup import SuffixIndex
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded.attention import Segment, arena_slots
 from redraft.engine.embedded.cache import CachedSequence, PrefixCache, pages
 from redraft.engine.embedded.model import Target
 from redraft.engine.embedded.sampler import TokenChooser, token_logprob
@@ -25,6 +27,7 @@ from redraft.engine.protocol import EngineOverloaded, RequestRefused
 from redraft.engine.types import (
     MAX_CHOICES,
     Commit,
+    DrafterVersion,
     FinishReason,
     GenerationRequest,
     SpeculationScope,
@@ -39,6 +42,9 @@ PREFILL_ROWS = 192
 
 PREFILL_CONTEXT = 1024
 """Tokens of context that cost a prompt row about as much in attention as all its matrix products."""
+
+MIN_DRAFT_WINDOW = 64
+"""Tokens of draft K/V from which a drafter that did not see a prompt's beginning takes over from n-gram."""
 
 ALL = SpeculationScope("all")
 NO_PROPOSAL = Proposal()
@@ -71,7 +77,7 @@ class Running:
     tokens: list[int]
     chooser: TokenChooser
     stop: StopChecker
-    draft: DraftState | None = None
+    index: SuffixIndex = field(default_factory=SuffixIndex)
 
     @property
     def prefilling(self) -> bool:
@@ -80,11 +86,15 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A sequence's rows in a pass: a prompt chunk, or its last committed token with drafted tokens behind it."""
+    """A sequence's rows in a pass: a prompt chunk, or its last committed token with drafted tokens behind it.
+
+    ``drafter`` is who was asked for them, None where speculation is off.
+    """
 
     sequence: Running
     tokens: Sequence[int]
     proposal: Proposal = NO_PROPOSAL
+    drafter: DrafterVersion | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +127,14 @@ class EngineCore:
     ) -> None:
         self._target = target
         self._kv = cache_tensor
-        self.cache = PrefixCache(cache_tensor)
+        self.cache = PrefixCache(cache_tensor, drafter.kv if drafter else None)
         self._identity = identity
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._eos_ids = frozenset(target.config.eos_ids)
         self._context_length = context_length
         self.drafter = drafter
+        self._floor = NgramDrafter()
         self._policy = policy
         self._block_size = block_size
         self._max_running = max_running
@@ -189,15 +200,15 @@ class EngineCore:
         if not batch:
             return []
         drafted = perf_counter()
-        hidden = self._forward(batch)
+        hidden, materialise_seconds = self._forward(batch)
         logits = self._logits(batch, hidden)
         arg_max = logits.argmax(-1).tolist()
         verified = perf_counter()
         shared = Pass(
             batch_size=len(batch),
             rows=hidden.shape[0],
-            draft_ms=(drafted - started) * 1e3,
-            verify_ms=(verified - drafted) * 1e3,
+            draft_ms=(drafted - started + materialise_seconds) * 1e3,
+            verify_ms=(verified - drafted - materialise_seconds) * 1e3,
         )
         commits: list[Commit] = []
         first = 0
@@ -261,6 +272,7 @@ class EngineCore:
             kv = self.cache.acquire(request.principal.tenant, request.prompt_ids, capacity)
             if kv is None:
                 return
+            self._claim_draft_kv(kv)
             self.waiting.popleft()
             if 0 < waiting.choice < request.n - 1:
                 self.waiting.append(replace(waiting, choice=waiting.choice + 1))
@@ -285,21 +297,47 @@ class EngineCore:
                 )
             )
 
+    def _claim_draft_kv(self, kv: CachedSequence) -> None:
+        """Draft K/V of another version is of no use: the window grows from here."""
+        if self.drafter is not None and kv.drafter != self.drafter.version:
+            kv.drafter = self.drafter.version
+            kv.draft_start = kv.length
+
     def _decoding_rows(self) -> list[Rows]:
         decoding = [sequence for sequence in self.running if not sequence.prefilling]
-        proposals = [self._propose(sequence) for sequence in decoding]
+        asked = [self._drafter_of(sequence) for sequence in decoding]
+        proposals = [NO_PROPOSAL] * len(decoding)
+        for each in {drafter for drafter in asked if drafter is not None}:
+            chosen = [index for index, other in enumerate(asked) if other is each]
+            drafted = each.propose([self._draft_sequence(decoding[index]) for index in chosen])
+            for index, proposal in zip(chosen, drafted, strict=True):
+                proposals[index] = proposal
         lengths = self._policy.block_lengths(proposals)
         batch = []
-        for sequence, proposal, length in zip(decoding, proposals, lengths, strict=True):
-            drafted = proposal.tokens[:length]
-            drafted = drafted[: sequence.chooser.allowed(drafted)]
-            batch.append(Rows(sequence, (sequence.tokens[-1], *drafted), proposal))
+        for sequence, drafter, proposal, length in zip(decoding, asked, proposals, lengths, strict=True):
+            tokens = proposal.tokens[:length]
+            tokens = tokens[: sequence.chooser.allowed(tokens)]
+            version = drafter.version if drafter else None
+            batch.append(Rows(sequence, (sequence.tokens[-1], *tokens), proposal, version))
         return batch
 
-    def _propose(self, sequence: Running) -> Proposal:
-        if sequence.draft is None or not self._speculates(sequence.request):
-            return NO_PROPOSAL
-        return sequence.draft.propose(min(self._block_size, sequence.stop.remaining) - 1)
+    def _drafter_of(self, sequence: Running) -> Drafter | None:
+        if not self._speculates(sequence.request):
+            return None
+        window = sequence.kv.length - sequence.kv.draft_start
+        return self._floor if sequence.kv.draft_start > 0 and window < MIN_DRAFT_WINDOW else self.drafter
+
+    def _draft_sequence(self, sequence: Running) -> DraftSequence:
+        return DraftSequence(
+            tokens=sequence.tokens,
+            length=min(self._block_size, sequence.stop.remaining) - 1,
+            slot=sequence.kv.start,
+            window_start=sequence.kv.draft_start,
+            index=sequence.index,
+            sampling=sequence.request.sampling,
+            seed=sequence.seed,
+            choice=sequence.choice,
+        )
 
     def _speculates(self, request: GenerationRequest) -> bool:
         scopes = (
@@ -319,7 +357,11 @@ class EngineCore:
                 budget -= len(chunk) * cost
                 yield Rows(sequence, chunk)
 
-    def _forward(self, batch: Sequence[Rows]) -> Tensor:
+    def _forward(self, batch: Sequence[Rows]) -> tuple[Tensor, float]:
+        """Hidden states [rows, hidden] of a pass, and the seconds that its draft K/V took.
+
+        Draft K/V is written whether or not anybody speculates at present; a rejected row's is overwritten later.
+        """
         segments: list[Segment] = []
         positions: list[int] = []
         tokens: list[int] = []
@@ -329,9 +371,13 @@ class EngineCore:
             positions.extend(range(kv.length, kv.length + len(rows.tokens)))
             tokens.extend(rows.tokens)
         device = self._target.device
-        return self._target.forward(
-            torch.tensor(tokens, device=device), torch.tensor(positions, device=device), segments, self._kv
-        )
+        at = torch.tensor(positions, device=device)
+        layers = self.drafter.feature_layers if self.drafter else ()
+        hidden, features = self._target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
+        started = perf_counter()
+        if self.drafter is not None:
+            self.drafter.materialise(features, at, arena_slots(at, segments))
+        return hidden, perf_counter() - started
 
     def _logits(self, batch: Sequence[Rows], hidden: Tensor) -> Tensor:
         wanted: list[int] = []
@@ -363,8 +409,6 @@ class EngineCore:
         token = sequence.chooser.choose(logits[0], arg_max[0], len(sequence.tokens))
         finish = sequence.stop.push(token)
         sequence.tokens.append(token)
-        if self.drafter is not None and request.speculation:
-            sequence.draft = self.drafter.start(sequence.tokens)
         if sequence.choice == 0 and request.n > 1:
             self.waiting.append(Waiting(request, 1, sequence.seed, sequence.matcher))
         yield self._commit(sequence, (token,), logits, finish, None)
@@ -386,9 +430,6 @@ class EngineCore:
             accepted += 1
         sequence.tokens.extend(committed)
         self.cache.extend(sequence.kv, sequence.tokens[position : position + len(committed)])
-        if sequence.draft is not None:
-            sequence.draft.extend(committed)
-        speculates = self._speculates(sequence.request)
         step = VerifyStep(
             request_id=sequence.request.request_id,
             choice=sequence.choice,
@@ -405,7 +446,7 @@ class EngineCore:
             draft_ms=shared.draft_ms,
             verify_ms=shared.verify_ms,
             target_entropy=None,
-            drafter=self.drafter.version if self.drafter and speculates else None,
+            drafter=rows.drafter,
             target=self._identity,
             cached_tokens=sequence.cached_tokens,
         )

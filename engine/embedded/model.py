@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
 from redraft.engine.checkpoints.checkpoint import ModelConfig, open_tensors
-from redraft.engine.embedded.attention import Segment, attend, plan_attention
+from redraft.engine.embedded.attention import Segment, arena_slots, attend, plan_attention
+from redraft.engine.embedded.cache import new_kv
 from redraft.engine.embedded.linear import Linear, make_linear
 from redraft.engine.embedded.rope import RotaryEmbedding
 
@@ -70,16 +70,23 @@ class Target:
         self.rope = RotaryEmbedding(config, device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], kv: Tensor) -> Tensor:
-        """Run one pass and write its K/V; returns the final hidden states [rows, hidden] before the last norm.
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        kv: Tensor,
+        feature_layers: Collection[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Run one pass and write its K/V.
 
         tokens and positions [rows] int64; kv [layers, slots, 2 * kv_heads, head_dim], whose slots from a segment's
-        ``slot`` up to its ``position`` already hold that request's earlier K/V.
+        ``slot`` up to its ``position`` already hold that request's earlier K/V. Returns the final hidden states
+        [rows, hidden] before the last norm, and the features [rows, len(feature_layers) * hidden]: what leaves those
+        layers (0-based, ascending), side by side.
         """
         config = self.config
-        slots = positions + torch.tensor(
-            [segment.slot for segment in segments for _ in range(segment.rows)], device=self.device
-        )
+        slots = arena_slots(positions, segments)
         tiles = plan_attention(
             segments,
             config.heads // config.kv_heads,
@@ -90,7 +97,8 @@ class Target:
         heads = config.heads + 2 * config.kv_heads
         cos, sin = self.rope.tables(positions, self.dtype)
         x = self.embedding[tokens]
-        for layer, layer_kv in zip(self.layers, kv, strict=True):
+        features = [x.new_empty(x.shape[0], 0)]
+        for index, (layer, layer_kv) in enumerate(zip(self.layers, kv, strict=True)):
             qkv = layer.qkv(self._rms_norm(x, layer.input_norm)).view(-1, heads, config.head_dim)
             if layer.q_norm is not None and layer.k_norm is not None:
                 q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)
@@ -101,7 +109,9 @@ class Target:
             x = layer.output.add(attended, x)
             normed = self._rms_norm(x, layer.post_norm)
             x = layer.down.add(layer.up.mul(normed, layer.gate.silu(normed)), x)
-        return x
+            if index in feature_layers:
+                features.append(x)
+        return x, torch.cat(features, dim=-1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -111,10 +121,7 @@ class Target:
     def new_kv(self, slots: int) -> Tensor:
         """K/V storage [layers, slots, 2 * kv_heads, head_dim], zero, backed by memory only where written."""
         config = self.config
-        shape = (config.layers, slots, 2 * config.kv_heads, config.head_dim)
-        if self.device.type == "cpu":
-            return _lazy_zeros(shape, self.dtype)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        return new_kv(config.layers, slots, 2 * config.kv_heads, config.head_dim, self.dtype, self.device)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -135,8 +142,3 @@ def _load(folder: Path, device: torch.device, dtype: torch.dtype) -> dict[str, T
             for name in names:
                 tensors[name] = handle.get_tensor(name).to(dtype)
     return tensors
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    integer = {2: np.int16, 4: np.int32}[dtype.itemsize]
-    return torch.from_numpy(np.zeros(shape, dtype=integer)).view(dtype)

@@ -3,11 +3,34 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from redraft.engine.checkpoints.checkpoint import ModelConfig
+from redraft.engine.checkpoints.checkpoint import Llama3RopeScaling
+
+
+class RotaryShape(Protocol):
+    """What of a model's configuration decides its rotation."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def rope_theta(self) -> float: ...
+
+    @property
+    def rope_scaling(self) -> Llama3RopeScaling | None: ...
 
 
 class RotaryEmbedding:
@@ -17,9 +40,9 @@ class RotaryEmbedding:
     cosine 1 and sine 0.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
+    def __init__(self, config: RotaryShape, device: torch.device) -> None:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-        frequency = _scale(1.0 / config.rope_theta**half, config)
+        frequency = _scale(1.0 / config.rope_theta**half, config.rope_scaling)
         angle = torch.arange(config.context_length, dtype=torch.float32, device=device)[:, None] * frequency
         self.cos = torch.cat((angle.cos(), angle.cos()), dim=-1)
         self.sin = torch.cat((-angle.sin(), angle.sin()), dim=-1)
@@ -36,8 +59,7 @@ class RotaryEmbedding:
         return cos, sin
 
 
-def _scale(frequency: Tensor, config: ModelConfig) -> Tensor:
-    scaling = config.rope_scaling
+def _scale(frequency: Tensor, scaling: Llama3RopeScaling | None) -> Tensor:
     if scaling is None:
         return frequency
     wavelength = 2 * math.pi / frequency

@@ -77,4 +77,5 @@ def _run(
 
 def _forward(target: Target, kv: Tensor, tokens: Tensor, segments: Sequence[Segment]) -> Tensor:
     positions = [torch.arange(each.position, each.position + each.rows) for each in segments]
-    return target.forward(tokens, torch.cat(positions).to(target.device), segments, kv)
+    hidden, _ = target.forward(tokens, torch.cat(positions).to(target.device), segments, kv)
+    return hidden

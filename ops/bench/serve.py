@@ -300,7 +300,7 @@ def _invariant_cost(folder: Path, table: list[dict[str, Any]], rounds: int) -> f
 
 def _pass_seconds(target: Target, tokens: Tensor, positions: Tensor, segments: Sequence[Segment], kv: Tensor) -> float:
     started = time.perf_counter()
-    target.logits(target.forward(tokens, positions, segments, kv))
+    target.logits(target.forward(tokens, positions, segments, kv)[0])
     return time.perf_counter() - started
 
 

@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redraft.engine.drafters.ngram import CANDIDATES, MAX_MATCH, MIN_MATCH, NgramDrafter
+from redraft.engine.drafters.base import DraftSequence
+from redraft.engine.drafters.lookup import CANDIDATES, MAX_MATCH, MIN_MATCH, SuffixIndex
+from redraft.engine.drafters.ngram import NgramDrafter
 
 pytestmark = pytest.mark.unit
 
@@ -19,9 +21,9 @@ def longest_match(tokens: list[int], end: int) -> int:
 @given(st.lists(st.integers(0, 2), max_size=60), st.integers(1, 8), st.data())
 def test_proposes_what_followed_the_longest_latest_match(tokens: list[int], length: int, data: st.DataObject) -> None:
     cut = data.draw(st.integers(0, len(tokens)))
-    state = NgramDrafter().start(tokens[:cut])
-    state.extend(tokens[cut:])
-    proposal = state.propose(length)
+    index = SuffixIndex()
+    NgramDrafter().propose([DraftSequence(tokens[:cut], length, index=index)])
+    (proposal,) = NgramDrafter().propose([DraftSequence(tokens, length, index=index)])
     matches = [(longest_match(tokens, end), end) for end in range(MIN_MATCH, len(tokens))]
     candidates = [match for match in matches if match[0] >= MIN_MATCH][-CANDIDATES:]
     if not candidates:
@@ -32,12 +34,12 @@ def test_proposes_what_followed_the_longest_latest_match(tokens: list[int], leng
     assert proposal.tokens == tuple(tokens[end : end + length])
 
 
-def test_a_state_reads_only_the_tokens_it_was_given() -> None:
+def test_a_sequence_is_continued_from_its_own_tokens_only() -> None:
     drafter = NgramDrafter()
-    drafter.start([1, 2, 3, 4, 5] * 4)
-    stranger = drafter.start([9, 1, 2, 3])
-    assert stranger.propose(4).tokens == ()
+    known, stranger = drafter.propose([DraftSequence([1, 2, 3, 4, 5] * 4, 4), DraftSequence([9, 1, 2, 3], 4)])
+    assert known.tokens == (1, 2, 3, 4)
+    assert stranger.tokens == ()
 
 
 def test_nothing_is_proposed_where_nothing_may_follow() -> None:
-    assert NgramDrafter().start([1, 2, 3, 4, 1, 2, 3]).propose(0).tokens == ()
+    assert NgramDrafter().propose([DraftSequence([1, 2, 3, 4, 1, 2, 3], 0)])[0].tokens == ()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from redraft.engine.drafters.base import Proposal
+from redraft.engine.drafters.base import DraftSequence, Proposal
 from redraft.engine.embedded import sampler
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.sampler import TokenChooser
@@ -49,36 +49,29 @@ class ScriptedDrafter:
     """Proposes the true continuation of each prompt, each token wrong with a given probability."""
 
     version = DrafterVersion("scripted", "test")
+    feature_layers: tuple[int, ...] = ()
+    kv: Tensor | None = None
 
     def __init__(self, truth: Sequence[Sequence[int]], wrong: float, seed: int = 0) -> None:
         self.truth = truth
         self.wrong = wrong
         self.random = random.Random(seed)
 
-    def start(self, tokens: Sequence[int]) -> ScriptedState:
-        return ScriptedState(self, list(tokens))
+    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+        pass
 
+    def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
+        return [self.proposal(list(sequence.tokens), max(sequence.length, 0)) for sequence in sequences]
 
-class ScriptedState:
-    def __init__(self, drafter: ScriptedDrafter, tokens: list[int]) -> None:
-        self.drafter = drafter
-        self.tokens = tokens
-        self.proposed: tuple[int, ...] = ()
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.tokens.extend(tokens)
-
-    def propose(self, length: int) -> Proposal:
-        length = max(length, 0)
-        ahead: Sequence[int] = [self.drafter.random.randrange(256) for _ in range(length)]
-        for whole in self.drafter.truth:
-            if list(whole[: len(self.tokens)]) == self.tokens:
-                ahead = whole[len(self.tokens) : len(self.tokens) + length]
-        self.proposed = tuple(self.spoil(token) for token in ahead)
-        return Proposal(self.proposed)
+    def proposal(self, tokens: list[int], length: int) -> Proposal:
+        ahead: Sequence[int] = [self.random.randrange(256) for _ in range(length)]
+        for whole in self.truth:
+            if list(whole[: len(tokens)]) == tokens:
+                ahead = whole[len(tokens) : len(tokens) + length]
+        return Proposal(tuple(map(self.spoil, ahead)))
 
     def spoil(self, token: int) -> int:
-        return (token + 1) % 256 if self.drafter.random.random() < self.drafter.wrong else token
+        return (token + 1) % 256 if self.random.random() < self.wrong else token
 
 
 def mixed_requests(sampling: SamplingParams, speculation: bool = True) -> list[GenerationRequest]:

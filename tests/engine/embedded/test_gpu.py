@@ -45,7 +45,7 @@ def log_p(target: Target, tokens: list[int]) -> Tensor:
     kv = target.new_kv(1024)
     rows = []
     for position, token in enumerate(tokens):
-        hidden = target.forward(
+        hidden, _ = target.forward(
             torch.tensor([token], device=target.device),
             torch.tensor([position], device=target.device),
             [Segment(0, 1, 0, position)],

@@ -43,7 +43,7 @@ def forward(target: Target, tokens: Tensor, chunk: int) -> Tensor:
     for first in range(0, len(tokens), chunk):
         part = tokens[first : first + chunk]
         positions = torch.arange(first, first + len(part))
-        hidden = target.forward(part, positions, [Segment(0, len(part), 0, first)], kv)
+        hidden, _ = target.forward(part, positions, [Segment(0, len(part), 0, first)], kv)
         logits.append(target.logits(hidden))
     return torch.cat(logits)
 
