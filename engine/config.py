@@ -20,7 +20,12 @@ class EngineConfig(BaseModel):
         "auto",
         description="auto takes invariant where the start-up self-test proves it, else tolerant.",
     )
-    drafter: Literal["none", "ngram"] = Field("ngram", description="Who proposes tokens.")
+    drafter: str = Field(
+        "ngram",
+        min_length=1,
+        description="Who proposes tokens: none, ngram, dflash (the one bundled for the model; n-gram where there is "
+        "none), or a drafter checkpoint's folder.",
+    )
     block_size: int = Field(8, ge=2, le=64, description="Block start plus draft slots, as SGLang counts.")
     max_running: int = Field(8, ge=1, le=256, description="Choices that decode at once.")
     max_waiting: int = Field(64, ge=0, description="Requests that may queue before new ones are turned away.")

@@ -21,6 +21,9 @@ class Proposal(Struct, frozen=True):
     match_length: int | None = None
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSequence:
     """One sequence as a drafter sees it: committed tokens only, and never those of another.
@@ -34,7 +37,7 @@ class DraftSequence:
     slot: int = 0
     window_start: int = 0
     index: SuffixIndex = field(default_factory=SuffixIndex)
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = GREEDY
     seed: int = 0
     choice: int = 0
 
@@ -46,9 +49,14 @@ class Drafter(Protocol):
     storage [layers, slots, heads, head_dim], slot by slot beside the target's arena, or None.
     """
 
-    version: DrafterVersion
-    feature_layers: tuple[int, ...]
-    kv: Tensor | None
+    @property
+    def version(self) -> DrafterVersion: ...
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+
+    @property
+    def kv(self) -> Tensor | None: ...
 
     def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Write the draft K/V of target rows: features [rows, layers * hidden], positions and slots [rows] int64."""

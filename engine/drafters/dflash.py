@@ -47,7 +47,7 @@ class DFlashDrafter:
     Raises `DrafterError` if the checkpoint is damaged or belongs to another target.
     """
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __init__(self, folder: Path, version: DrafterVersion, target: Target, identity: str, slots: int) -> None:
         config, tensors = load(folder)
         check_fits(config, target.config, identity, folder)

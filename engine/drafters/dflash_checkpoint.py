@@ -74,23 +74,23 @@ class DFlashConfig:
         )
 
 
-class _Nested(Struct):
+class _Nested(Struct, frozen=True):
     mask_token_id: Token
     target_layer_ids: Annotated[list[Token], Meta(min_length=1)]
     block_size: Positive | None = None
     num_target_layers: Positive | None = None
 
 
-class _Redraft(Struct):
+class _Redraft(Struct, frozen=True):
     target: str = ""
 
 
-class _RopeParameters(Struct):
+class _RopeParameters(Struct, frozen=True):
     rope_theta: Annotated[float, Meta(gt=0)] | None = None
     rope_type: str = "default"
 
 
-class _File(Struct):
+class _File(Struct, frozen=True):
     num_hidden_layers: Positive
     hidden_size: Positive
     num_attention_heads: Positive

@@ -25,6 +25,7 @@ from redraft.engine.checkpoints import resolve, served_name
 from redraft.engine.checkpoints.checkpoint import validate
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.config import EngineConfig
+from redraft.engine.drafters.loading import load_drafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded import wire
 from redraft.engine.embedded.cache import PAGE
@@ -101,6 +102,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     target_identity = identity(folder)
     tokenizer = Tokenizer.from_folder(folder)
     grammars = _grammars(tokenizer, model.vocab)
+    drafter = load_drafter(config.drafter, target, target_identity, slots)
     core = EngineCore(
         target,
         target.new_kv(slots),
@@ -108,7 +110,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         tokenizer=tokenizer,
         grammars=grammars,
         context_length=context,
-        drafter=NgramDrafter() if config.drafter == "ngram" else None,
+        drafter=drafter,
         policy=FixedLength(config.block_size),
         block_size=config.block_size,
         max_running=config.max_running,
@@ -126,7 +128,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         logprobs=True,
         hot_swap=False,
         telemetry=True,
-        draft_prob=False,
+        draft_prob=drafter is not None and drafter.kv is not None,
     )
     return core, capabilities
 

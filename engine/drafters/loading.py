@@ -1,0 +1,53 @@
+"""Drafters by name: the floor, those bundled for a known target, and checkpoints in folders."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from importlib.resources import files
+from pathlib import Path
+
+from redraft.engine.drafters.base import Drafter
+from redraft.engine.drafters.checkpoint import DrafterError
+from redraft.engine.drafters.dflash import DFlashDrafter
+from redraft.engine.drafters.dflash_checkpoint import load_config
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded.model import Target
+from redraft.engine.types import DrafterVersion
+
+logger = logging.getLogger(__name__)
+
+BUNDLED = "dflash"
+
+
+def load_drafter(name: str, target: Target, identity: str, slots: int) -> Drafter | None:
+    """The drafter that ``engine.drafter`` names, with draft K/V for ``slots`` tokens; None for ``none``.
+
+    Raises `DrafterError` if a folder holds no drafter of this target.
+    """
+    if name == "none":
+        return None
+    if name == "ngram":
+        return NgramDrafter()
+    folder = bundled(identity) if name == BUNDLED else Path(name).expanduser()
+    if folder is None:
+        logger.warning("no drafter is bundled for target %s; n-gram serves until one is trained", identity[:12])
+        return NgramDrafter()
+    if not folder.is_dir():
+        raise DrafterError(f"engine.drafter {name!r} is neither none, ngram, {BUNDLED} nor a folder.")
+    return DFlashDrafter(folder, DrafterVersion("dflash", content_id(folder)), target, identity, slots)
+
+
+def bundled(identity: str) -> Path | None:
+    """The folder of the drafter that comes with Redraft for one target."""
+    root = Path(str(files("redraft.engine.drafters"))) / "bundled"
+    folders = sorted(root.iterdir()) if root.is_dir() else []
+    return next((folder for folder in folders if load_config(folder).target == identity), None)
+
+
+def content_id(folder: Path) -> str:
+    """An id that only these weights and this configuration have: 16 hex digits of a SHA-256 over the files."""
+    digest = hashlib.sha256()
+    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16]

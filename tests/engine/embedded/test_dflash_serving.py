@@ -1,0 +1,143 @@
+"""The DFlash drafter inside the engine: its K/V follows the target's, and answers never depend on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from redraft.engine.checkpoints.identity import identity
+from redraft.engine.drafters.dflash import DFlashDrafter
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded.core import MIN_DRAFT_WINDOW, EngineCore
+from redraft.engine.embedded.model import Target
+from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.types import (
+    DrafterVersion,
+    GenerationRequest,
+    SamplingParams,
+    SpeculationScope,
+    StopConditions,
+    VerifyStep,
+)
+
+from .conftest import answers, run
+from .test_core import SAMPLINGS, mixed_requests
+
+pytestmark = pytest.mark.unit
+MakeCore = Callable[..., EngineCore]
+MakeDrafter = Callable[..., DFlashDrafter]
+SLOTS = 8192
+VERSION = DrafterVersion("dflash", "test")
+
+
+@pytest.fixture
+def make_drafter(make_dflash: Callable[..., Path], tiny_checkpoint: Path, tiny_target: Target) -> MakeDrafter:
+    def make(seed: int = 0, version: DrafterVersion = VERSION) -> DFlashDrafter:
+        folder = make_dflash(tiny_checkpoint, seed=seed)
+        return DFlashDrafter(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
+
+    return make
+
+
+def ask(name: str, prompt: list[int], max_tokens: int = 24) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_ids=tuple(prompt),
+        stopping=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+        sampling=SamplingParams(temperature=0.0),
+    )
+
+
+def steps(core: EngineCore, request: GenerationRequest) -> list[VerifyStep]:
+    return [commit.verify_step for commit in run(core, [request]) if commit.verify_step]
+
+
+@pytest.mark.parametrize("block_size", [2, 5, 8])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
+def test_answers_do_not_depend_on_a_dflash_drafter(
+    make_core: MakeCore, make_drafter: MakeDrafter, sampling: SamplingParams, block_size: int
+) -> None:
+    expected = answers(run(make_core(), mixed_requests(sampling, speculation=False)))
+    core = make_core(make_drafter(), policy=FixedLength(block_size), block_size=block_size, slots=SLOTS)
+    commits = run(core, mixed_requests(sampling))
+    assert answers(commits) == expected
+    verify_steps = [commit.verify_step for commit in commits if commit.verify_step]
+    assert any(step.block_length == block_size - 1 for step in verify_steps)
+    for step in verify_steps:
+        assert step.drafter == VERSION
+        assert step.draft_prob is not None or not step.drafted
+        assert all(0 < p <= 1 for p in step.draft_prob or ())
+
+
+def test_a_prefix_hit_brings_the_draft_kv_along(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+    prompt = [(7 * index) % 250 for index in range(100)]
+    cold, warm = make_drafter(), make_drafter()
+    for drafter, first in ((cold, [9] * 20), (warm, prompt)):
+        core = make_core(drafter, slots=SLOTS)
+        run(core, [ask("first", first)])
+        core.submit(ask("second", [*prompt, 1, 2, 3]))
+        while not core.running or core.running[0].prefilling:
+            core.step()
+        (sequence,) = core.running
+        assert sequence.cached_tokens == (0 if drafter is cold else len(prompt))
+        assert sequence.kv.draft_start == 0
+        kept = drafter.kv[:, sequence.kv.start : sequence.kv.start + len(prompt) + 3].clone()
+        if drafter is cold:
+            expected = kept
+    torch.testing.assert_close(kept, expected, atol=0.05, rtol=0.05)
+    assert expected.abs().mean() > 0.1
+
+
+def test_draft_kv_of_another_version_is_not_read(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+    """The window grows from the hit on, and n-gram drafts until it is worth attending to."""
+    prompt = [(7 * index) % 250 for index in range(100)]
+    core = make_core(make_drafter(), slots=SLOTS)
+    run(core, [ask("first", prompt)])
+    core.drafter = make_drafter(seed=1, version=DrafterVersion("dflash", "newer"))
+    core.submit(ask("second", [*prompt, 1, 2, 3], max_tokens=2 * MIN_DRAFT_WINDOW))
+    asked = []
+    while core.running or core.waiting:
+        for commit in core.step():
+            if commit.verify_step is not None:
+                step = commit.verify_step
+                asked.append((step.position - len(prompt) >= MIN_DRAFT_WINDOW, step.drafter))
+    assert set(asked) == {(False, NgramDrafter.version), (True, DrafterVersion("dflash", "newer"))}
+
+
+def test_draft_kv_is_written_while_speculation_is_off(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+    prompt = [(7 * index) % 250 for index in range(60)]
+    everything = SpeculationScope("all")
+    drafted = []
+    for off in (False, True):
+        core = make_core(make_drafter(), slots=SLOTS)
+        core.set_speculation(everything, not off)
+        core.submit(ask("a", prompt, max_tokens=40))
+        while not core.running or len(core.running[0].tokens) < len(prompt) + 12:
+            core.step()
+        core.set_speculation(everything, True)
+        later = [commit.verify_step for _ in range(40) if core.running for commit in core.step()]
+        drafted.append({step.position: step.drafted for step in later if step})
+    common = drafted[0].keys() & drafted[1].keys()
+    assert len(common) > 3
+    assert all(drafted[0][position] == drafted[1][position] for position in common)
+
+
+def test_a_block_does_not_read_what_a_rejected_block_left(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+    """Scratch K/V of earlier blocks in later slots would change what is drafted."""
+    prompt = [(7 * index) % 250 for index in range(60)]
+    clean, soiled = make_drafter(), make_drafter()
+    found = []
+    for drafter in (clean, soiled):
+        core = make_core(drafter, slots=SLOTS)
+        core.submit(ask("a", prompt, max_tokens=30))
+        proposals = []
+        while core.running or core.waiting:
+            if drafter is soiled and core.running and not core.running[0].prefilling:
+                sequence = core.running[0].kv
+                drafter.kv[:, sequence.start + sequence.length : sequence.start + sequence.capacity] = 100.0
+            proposals += [commit.verify_step.drafted for commit in core.step() if commit.verify_step]
+        found.append(proposals)
+    assert found[0] == found[1]
