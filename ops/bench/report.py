@@ -12,9 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-LOOPING_TOKENS = 60
-LOOPING_DISTINCT = 0.6
-
 
 def envelope(
     name: str, method: str, commit: str | None, metrics: Mapping[str, float | None], table: Sequence[Mapping[str, Any]]
@@ -33,18 +30,6 @@ def envelope(
 
 def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def is_looping(tokens: Sequence[int]) -> bool:
-    """Whether an answer repeats itself: 60 tokens or more with fewer than 60 % distinct 8-grams.
-
-    >>> is_looping(list(range(100))), is_looping([1, 2, 3] * 40), is_looping([1] * 59)
-    (False, True, False)
-    """
-    if len(tokens) < LOOPING_TOKENS:
-        return False
-    grams = [tuple(tokens[start : start + 8]) for start in range(len(tokens) - 7)]
-    return len(set(grams)) < LOOPING_DISTINCT * len(grams)
 
 
 def present_commit() -> str | None:

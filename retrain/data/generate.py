@@ -1,0 +1,235 @@
+"""Making training data: prompts from the sources, and the target's own responses to them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import msgspec
+
+from redraft.engine.protocol import Engine
+from redraft.engine.types import FinishReason, GenerationRequest, SamplingParams, StopConditions, is_looping
+from redraft.retrain.data import store
+from redraft.retrain.data.conversation import Source
+from redraft.retrain.data.errors import DataError
+from redraft.retrain.data.prompts import Prompt
+from redraft.retrain.data.responses import Response
+
+MAX_TOKENS = 320
+GREEDY = SamplingParams(temperature=0)
+TEMPERATURE, TOP_P = 0.7, 0.95
+
+Answer = tuple[tuple[int, ...], FinishReason]
+
+
+class Responder(Protocol):
+    """Whoever answers prompts; ``concurrency`` is how many at once."""
+
+    concurrency: int
+
+    async def respond(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Answer: ...
+
+
+class EngineResponder:
+    """Any engine behind Redraft's own protocol."""
+
+    def __init__(self, engine: Engine, concurrency: int = 8) -> None:
+        self.concurrency = concurrency
+        self._engine = engine
+        self._requests = 0
+
+    async def respond(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Answer:
+        self._requests += 1
+        request = GenerationRequest(
+            request_id=f"data-{self._requests}",
+            prompt_ids=prompt_ids,
+            stopping=StopConditions(max_tokens=max_tokens),
+            sampling=sampling,
+        )
+        ids: list[int] = []
+        reason: FinishReason | None = None
+        async for commit in self._engine.generate(request):
+            ids += commit.token_ids
+            reason = commit.finish_reason or reason
+        return tuple(ids), reason or "abort"
+
+
+class SglangResponder:
+    """An SGLang server's `/generate` (as of 0.5.17); close it after use."""
+
+    def __init__(self, url: str, concurrency: int = 512) -> None:
+        self.concurrency = concurrency
+        self._url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self._url,
+            timeout=httpx.Timeout(None, connect=10),
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )
+
+    async def respond(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Answer:
+        parameters: dict[str, Any] = {"temperature": sampling.temperature, "max_new_tokens": max_tokens}
+        if sampling.mode == "sampled":
+            parameters |= {"top_p": sampling.top_p, "sampling_seed": sampling.seed}
+        try:
+            response = await self._client.post(
+                "/generate", json={"input_ids": prompt_ids, "sampling_params": parameters}
+            )
+            response.raise_for_status()
+            body = response.json()
+            ids = list(body["output_ids"])
+            finish = body["meta_info"]["finish_reason"]
+        except httpx.HTTPStatusError as error:
+            raise DataError(
+                f"{self._url} refused a prompt: {error.response.status_code} {error.response.text[:200]}"
+            ) from error
+        except httpx.HTTPError as error:
+            raise DataError(f"{self._url} does not answer ({type(error).__name__}: {error})") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{self._url} does not answer as SGLang 0.5.17 does: {response.text[:200]}") from error
+        reason: FinishReason = (
+            "stop" if finish["type"] == "stop" else "length" if finish["type"] == "length" else "abort"
+        )
+        end = finish.get("matched")
+        if reason == "stop" and isinstance(end, int) and ids[-1:] != [end]:
+            ids.append(end)
+        return tuple(ids), reason
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+
+def samplings(prompt: str, sampled: int) -> list[SamplingParams]:
+    """How a prompt is answered: greedily, and ``sampled`` times at random with seeds of its own."""
+    seeds = (hashlib.sha256(f"{prompt}\0{number}".encode()).digest()[:4] for number in range(sampled))
+    return [
+        GREEDY,
+        *(
+            SamplingParams(temperature=TEMPERATURE, top_p=TOP_P, seed=int.from_bytes(seed) & 0x7FFFFFFF)
+            for seed in seeds
+        ),
+    ]
+
+
+async def respond_to_all(
+    folder: Path,
+    responder: Responder,
+    *,
+    target: str,
+    sampled: int = 3,
+    max_tokens: int = MAX_TOKENS,
+    sources: Collection[Source] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> store.Manifest:
+    """Answer every prompt of a folder that has no answer yet; ``progress`` hears of answers there and wanted.
+
+    What was answered is kept when this is cancelled or fails, and a second call goes on from there. ``target`` is the
+    identity of the model that answers; a folder holds the answers of one.
+    """
+    manifest = store.load_manifest(folder)
+    if manifest.target not in (None, target):
+        raise DataError(f"{folder} holds answers of another model ({manifest.target}); use a new folder")
+    if manifest.max_tokens not in (None, max_tokens):
+        raise DataError(f"{folder} holds answers of up to {manifest.max_tokens} tokens, not {max_tokens}")
+    manifest = msgspec.structs.replace(manifest, target=target, max_tokens=max_tokens, sampled=sampled)
+    store.save_manifest(folder, manifest)
+    there = {response.key for response in store.load_responses(folder)}
+    done = len(there)
+    total = manifest.prompts * (1 + sampled)
+
+    def wanted() -> Iterator[tuple[Prompt, SamplingParams]]:
+        for prompt in store.load_prompts(folder):
+            for sampling in samplings(prompt.id, sampled):
+                if (prompt.id, sampling) not in there and (sources is None or prompt.source in sources):
+                    yield prompt, sampling
+
+    todo = wanted()
+    writer = store.ResponseWriter(folder)
+
+    async def work() -> None:
+        nonlocal done
+        for prompt, sampling in todo:
+            ids, reason = await responder.respond(prompt.ids, sampling, max_tokens)
+            if reason == "abort":
+                raise DataError(f"the engine gave up on prompt {prompt.id}")
+            writer.add(Response(prompt.id, sampling, ids, reason, is_looping(ids)))
+            done += 1
+            progress(done, total)
+
+    progress(done, total)
+    workers = [asyncio.create_task(work()) for _ in range(responder.concurrency)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+        writer.close()
+        manifest = _counted(folder, manifest)
+    return manifest
+
+
+def make_prompts(
+    folder: Path, model_folder: Path, *, model: str, sources: Sequence[Source], command: str, commit: str | None
+) -> store.Manifest:
+    """Write a folder's conversations and prompts, rendered as ``model_folder``'s target is served."""
+    from redraft.engine.chat.encoding import ChatEncoder
+    from redraft.retrain.data.prompts import Prompts
+    from redraft.retrain.data.sources import SOURCES
+
+    if (folder / "prompts.jsonl.xz").exists():
+        raise DataError(f"{folder} holds prompts already; use a new folder")
+    encoder = ChatEncoder.from_folder(model_folder)
+    conversations = [conversation for source in sources for conversation in SOURCES[source]()]
+    prompts = Prompts(encoder, conversations)
+    counted = store.save_prompts(folder, conversations, prompts)
+    counts: dict[str, dict[str, int]] = {}
+    for name, count in sorted(counted.items()):
+        source, slash, split = name.partition("/")
+        if slash:
+            counts.setdefault(source, {})[split] = count
+    return store.save_manifest(
+        folder,
+        store.Manifest(
+            command=command,
+            commit=commit,
+            model=model,
+            chat=chat_hash(model_folder),
+            sources=tuple(sources),
+            sessions=counted["sessions"],
+            sessions_cut=prompts.cut,
+            prompts_repeated=prompts.repeated,
+            prompts=counted["prompts"],
+            prompt_tokens=counted["tokens"],
+            counts=counts,
+        ),
+    )
+
+
+def chat_hash(model_folder: Path) -> str:
+    """SHA-256, in hex, over a checkpoint's tokenizer and chat template: what prompts depend on."""
+    from redraft.engine.checkpoints.checkpoint import chat_template
+
+    tokenizer = hashlib.sha256((model_folder / "tokenizer.json").read_bytes()).digest()
+    template = hashlib.sha256((chat_template(model_folder) or "").encode()).digest()
+    return hashlib.sha256(tokenizer + template).hexdigest()
+
+
+def _counted(folder: Path, manifest: store.Manifest) -> store.Manifest:
+    responses = tokens = looping = 0
+    for response in store.load_responses(folder):
+        responses += 1
+        tokens += len(response.token_ids)
+        looping += response.looping
+    return store.save_manifest(
+        folder,
+        msgspec.structs.replace(
+            manifest,
+            responses=responses,
+            response_tokens=tokens,
+            looping_share=round(looping / responses, 4) if responses else None,
+        ),
+    )
