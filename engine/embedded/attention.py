@@ -43,7 +43,7 @@ class Tile:
     """Rows [row, row + rows) attending to arena slots [slot, slot + keys) under ``mask`` [1, 1, queries, keys].
 
     Queries are rows times query heads per K/V head, padded to a multiple of QUERY_BLOCK. Without a mask every row sees
-    every key.
+    every key, or, where ``causal``, the keys up to its own.
     """
 
     row: int
@@ -51,14 +51,21 @@ class Tile:
     slot: int
     keys: int
     mask: Tensor | None
+    causal: bool = False
 
 
 def plan_attention(
     segments: Sequence[Segment], group: int, *, invariant: bool, dtype: torch.dtype, device: torch.device
 ) -> list[Tile]:
-    """Cut segments into tiles for ``group`` query heads per K/V head; a tile's rows share one padded key length."""
+    """Cut segments into tiles for ``group`` query heads per K/V head; a tile's rows share one padded key length.
+
+    On CUDA whole prompts need no mask, so that its flash kernels take them.
+    """
     tiles = []
     for segment in segments:
+        if device.type == "cuda" and not invariant and segment.position == 0:
+            tiles.append(Tile(segment.row, segment.rows, segment.slot, segment.rows, None, causal=True))
+            continue
         first, end = segment.position, segment.position + segment.rows
         while first < end:
             if invariant:
@@ -96,6 +103,9 @@ def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
     grouped = q.reshape(rows, kv_heads, group, head_dim).transpose(0, 1).reshape(kv_heads, rows * group, head_dim)
     outputs = []
     for tile in tiles:
+        if tile.causal:
+            outputs.append(_attend_causal(q[tile.row : tile.row + tile.rows], kv[tile.slot : tile.slot + tile.keys]))
+            continue
         first, count = tile.row * group, tile.rows * group
         query = grouped[:, first : first + count]
         if count % QUERY_BLOCK:
@@ -106,6 +116,18 @@ def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
         outputs.append(output[0, :, :count])
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return joined.reshape(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
+
+
+def _attend_causal(q: Tensor, kv: Tensor) -> Tensor:
+    """Output [kv_heads, rows * group, head_dim] of rows that are all there is of a request."""
+    rows, heads, head_dim = q.shape
+    kv_heads = kv.shape[1] // 2
+    keys_values = kv.transpose(0, 1)[None]
+    output = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys_values[:, :kv_heads], keys_values[:, kv_heads:], is_causal=True, enable_gqa=True
+    )
+    grouped = output.view(kv_heads, heads // kv_heads, rows, head_dim).transpose(1, 2)
+    return grouped.reshape(kv_heads, rows * heads // kv_heads, head_dim)
 
 
 def _padded(queries: int) -> int:

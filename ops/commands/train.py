@@ -1,0 +1,88 @@
+"""Training drafters, and what they would have accepted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from redraft.retrain.data.splits import Split
+
+if TYPE_CHECKING:
+    from redraft.retrain.trainer import Progress as Report
+
+app = typer.Typer(help="Train drafters and evaluate them on recorded answers.", no_args_is_help=True)
+
+Model = Annotated[str, typer.Option(help="The target: a known name, a Hugging Face id, or a local folder.")]
+Data = Annotated[Path, typer.Option(help="Folder of training data, as `redraft data generate` makes it.")]
+
+
+@app.command()
+def dflash(
+    data: Data,
+    out: Annotated[Path, typer.Option(help="The run's folder: log, state to resume from, and drafter/.")],
+    model: Model = "smollm2-135m",
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="A recipe, e.g. configs/dflash.yaml.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the last saved state.")] = False,
+) -> None:
+    """Train a DFlash drafter; progress goes to standard error, the checkpoint's folder to standard output."""
+    from redraft.retrain.config import load_recipe
+    from redraft.retrain.dflash.run import train
+    from redraft.retrain.trainer import DRAFTER
+
+    with _bar() as progress:
+        train(data, out, load_recipe(config, steps=steps, seed=seed), model=model, resume=resume, progress=progress)
+    print(out / DRAFTER)
+
+
+@app.command("eval")
+def evaluate_run(
+    run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.")],
+    data: Data,
+    split: Annotated[Split, typer.Option(help="Which split.")] = "calibrate",
+    model: Model = "smollm2-135m",
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON array alone on standard output.")] = False,
+) -> None:
+    """Replay recorded greedy answers through a drafter and the n-gram floor; looping ones are counted apart."""
+    from redraft.retrain.dflash.evaluate import evaluate
+
+    with _bar() as progress:
+        rows = evaluate(run, data, model=model, split=split, progress=progress)
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        Console().print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("drafter", "source", "block length", "tau", "committed", "verify steps", "hazard")
+    for row in rows:
+        hazard = " ".join("-" if value is None else f"{value:.2f}" for value in row["hazard"])
+        tau = "-" if row["tau"] is None else f"{row['tau']:.3f}"
+        names = (row["drafter"], row["source"], str(row["block_length"]))
+        table.add_row(*names, tau, str(row["committed"]), str(row["verify_steps"]), hazard)
+    return table
+
+
+@contextmanager
+def _bar() -> Iterator[Report]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("loading", total=None)
+
+        def progress(step: int, steps: int, text: str) -> None:
+            bar.update(task, completed=step, total=steps, description=text)
+            if not console.is_terminal and step * 100 // steps != (step - 1) * 100 // steps:
+                console.print(f"{step}/{steps} {text}", markup=False, highlight=False)
+
+        yield progress

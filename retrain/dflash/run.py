@@ -1,0 +1,63 @@
+"""One DFlash training run, from a folder of data to a folder with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from redraft.engine.checkpoints import resolve
+from redraft.engine.drafters.dflash_checkpoint import DFlashConfig
+from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.splits import Split
+from redraft.retrain.data.store import load_samples
+from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.dflash.strategy import DFlashStrategy
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.features import FeatureCache, FeatureCapture
+from redraft.retrain.frozen import FrozenTarget, pick_device
+from redraft.retrain.provenance import describe_data, provenance
+from redraft.retrain.trainer import STATE, Progress, Trainer, silent
+
+TRAIN: tuple[Split, ...] = ("train",)
+
+
+def train(
+    data: Path, out: Path, config: TrainConfig, *, model: str, resume: bool = False, progress: Progress = silent
+) -> None:
+    """Train a drafter for the target ``model`` on ``data``'s train split; the checkpoint is ``out``/drafter.
+
+    Raises `TrainingError`, `DataError` or `CheckpointError`.
+    """
+    if (out / STATE).exists() and not resume:
+        raise TrainingError(f"{out} already holds a run; resume it, or name another folder")
+    device = pick_device(config.device)
+    target = FrozenTarget.load(resolve(model), device, getattr(torch, config.dtype))
+    data_hash, answered_by = describe_data(data)
+    if answered_by is not None and answered_by != target.identity:
+        raise TrainingError(
+            f"{data} was answered by the target {answered_by[:12]}, {model} is {target.identity[:12]}; "
+            "a drafter learns from its own target's answers only"
+        )
+    samples = list(load_samples(data, TRAIN))
+    record = provenance(
+        config,
+        target=target.identity,
+        data=data_hash,
+        samples=len(samples),
+        tokens=sum(end - start for sample in samples for start, end in sample.spans),
+    )
+    shape = DFlashConfig.for_target(
+        target.target.config,
+        target.identity,
+        layers=config.layers,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+    )
+    capture = FeatureCapture(target.target, shape.feature_layers)
+    cache = FeatureCache(capture, config.cache_bytes, hidden=config.loss == "distribution")
+    strategy = DFlashStrategy(DFlashModel(shape, device, config.seed), target, config, record)
+    trainer = Trainer(strategy, samples, cache, config, out, record)
+    if resume:
+        trainer.resume()
+    trainer.run(progress)

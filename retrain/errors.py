@@ -1,0 +1,7 @@
+"""What goes wrong with training, in words for the person who has to mend it."""
+
+from __future__ import annotations
+
+
+class TrainingError(Exception):
+    """A run cannot begin or go on; the message says why and what to do."""

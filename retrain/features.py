@@ -1,0 +1,119 @@
+"""The target's features, captured one way for training, replay and the gate.
+
+Sequences are read whole, several in one pass, on scratch K/V that all layers share, since nobody reads it afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redraft.engine.embedded.attention import Segment
+from redraft.engine.embedded.cache import new_kv, pages
+from redraft.engine.embedded.model import Target
+
+PASS_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 13}
+"""Tokens of one pass; a longer sequence has a pass of its own."""
+
+
+class Captured(NamedTuple):
+    """What the target made of one sequence: row i is token i.
+
+    features [tokens, layers * hidden] are what left the feature layers, side by side; hidden [tokens, hidden] is what
+    left the last layer, before the final norm.
+    """
+
+    features: Tensor
+    hidden: Tensor
+
+
+class FeatureCapture:
+    """Captures the features of the target's layers ``feature_layers``: 0-based, ascending, what leaves a layer."""
+
+    def __init__(self, target: Target, feature_layers: Sequence[int]) -> None:
+        if list(feature_layers) != sorted(set(feature_layers)) or not all(
+            0 <= layer < target.config.layers for layer in feature_layers
+        ):
+            raise ValueError(
+                f"feature layers {list(feature_layers)} must ascend within 0 to {target.config.layers - 1}"
+            )
+        self.target = target
+        self.feature_layers = tuple(feature_layers)
+        self._kv = self._scratch(0)
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        return [captured for group in _passes(sequences, self.target.device) for captured in self._capture(group)]
+
+    def _capture(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        target = self.target
+        lengths = [len(sequence) for sequence in sequences]
+        segments: list[Segment] = []
+        row = slot = 0
+        for length in lengths:
+            segments.append(Segment(row, length, slot, 0))
+            row += length
+            slot += pages(length)
+        if self._kv.shape[1] < slot:
+            self._kv = self._scratch(slot)
+        tokens = torch.tensor([token for sequence in sequences for token in sequence])
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        hidden, features = target.forward(
+            tokens.to(target.device), positions.to(target.device), segments, self._kv, self.feature_layers
+        )
+        assert len(features) == len(hidden) == sum(lengths), "a pass must have one row a token"
+        return [
+            Captured(*parts)
+            for parts in zip(features.split_with_sizes(lengths), hidden.split_with_sizes(lengths), strict=True)
+        ]
+
+    def _scratch(self, slots: int) -> Tensor:
+        """K/V [layers, slots, 2 * kv_heads, head_dim] whose layers are one."""
+        config = self.target.config
+        kv = new_kv(1, slots, 2 * config.kv_heads, config.head_dim, self.target.dtype, self.target.device)
+        return kv.expand(config.layers, -1, -1, -1)
+
+
+def _passes(sequences: Sequence[Sequence[int]], device: torch.device) -> Iterator[list[Sequence[int]]]:
+    group: list[Sequence[int]] = []
+    total = 0
+    for sequence in sequences:
+        if group and total + len(sequence) > PASS_TOKENS[device.type]:
+            yield group
+            group, total = [], 0
+        group.append(sequence)
+        total += len(sequence)
+    if group:
+        yield group
+
+
+class FeatureCache:
+    """Captured features by sample, kept on the target's device up to ``budget`` bytes, first come first kept.
+
+    ``hidden`` says whether the last hidden states are kept too; without, they come back empty.
+    """
+
+    def __init__(self, capture: Callable[[Sequence[Sequence[int]]], list[Captured]], budget: int, hidden: bool) -> None:
+        self._capture = capture
+        self._free = budget
+        self._keeps_hidden = hidden
+        self._kept: dict[str, Captured] = {}
+
+    def __call__(self, ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        missing = [index for index, sample in enumerate(ids) if sample not in self._kept]
+        found = dict(zip(missing, self._capture([sequences[index] for index in missing]), strict=True))
+        for index, captured in found.items():
+            found[index] = self._keep(ids[index], captured)
+        return [found[index] if index in found else self._kept[sample] for index, sample in enumerate(ids)]
+
+    def _keep(self, sample: str, captured: Captured) -> Captured:
+        if not self._keeps_hidden:
+            captured = Captured(captured.features, captured.hidden[:0])
+        size = captured.features.nbytes + captured.hidden.nbytes
+        if size <= self._free:
+            self._free -= size
+            captured = Captured(captured.features.clone(), captured.hidden.clone())
+            self._kept[sample] = captured
+        return captured

@@ -1,0 +1,51 @@
+"""The target as training sees it: it makes features and lends its embedding, last norm and head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor
+
+from redraft.engine.checkpoints import identity, open_tensors, validate
+from redraft.engine.embedded.model import Target
+from redraft.retrain.errors import TrainingError
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenTarget:
+    """A loaded target and its head [vocab, hidden] in torch's own layout, which gradients need."""
+
+    target: Target
+    head: Tensor
+    identity: str
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
+        """Raises `CheckpointError` if the folder is no sound checkpoint."""
+        target = Target(folder, validate(folder), device=device, dtype=dtype, invariant=False)
+        head = target.embedding
+        if not target.config.tie_word_embeddings:
+            with safe_open(open_tensors(folder)["lm_head.weight"].file, framework="pt", device=str(device)) as file:
+                head = file.get_tensor("lm_head.weight").to(dtype)
+        return cls(target, head, identity(folder))
+
+    @property
+    def embedding(self) -> Tensor:
+        return self.target.embedding
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """What the head takes, from hidden states before the last norm."""
+        return F.rms_norm(hidden, hidden.shape[-1:], self.target.norm, self.target.config.rms_eps)
+
+
+def pick_device(name: str) -> torch.device:
+    """``auto`` is the first GPU if there is one; raises `TrainingError` for one that is not there."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise TrainingError("device is cuda, but torch finds no GPU here; use device: auto or cpu")
+    return torch.device(name)

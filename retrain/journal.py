@@ -1,0 +1,47 @@
+"""What a run writes while it goes on: a line of JSON an entry, and TensorBoard's events where that is installed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+class Journal:
+    """Appends to ``log.jsonl``, from which entries after ``step`` are dropped first: a resumed run makes them again."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        file = folder / "log.jsonl"
+        if file.exists():
+            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
+            file.write_text("".join(f"{line}\n" for line in lines))
+        self._stream = file.open("a")
+        self._writer = _writer(folder / "tensorboard", step)
+
+    def add(self, step: int, values: Mapping[str, float | list[float]]) -> None:
+        self._stream.write(json.dumps({"step": step, **values}) + "\n")
+        self._stream.flush()
+        if self._writer:
+            for name, value in values.items():
+                numbers = (
+                    {f"{name}/{slot}": each for slot, each in enumerate(value, 1)}
+                    if isinstance(value, list)
+                    else {name: value}
+                )
+                for each, number in numbers.items():
+                    self._writer.add_scalar(each, number, step)
+
+    def close(self) -> None:
+        self._stream.close()
+        if self._writer:
+            self._writer.close()
+
+
+def _writer(folder: Path, step: int) -> Any:
+    if find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=step + 1)

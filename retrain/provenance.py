@@ -1,0 +1,72 @@
+"""Where a trained drafter comes from: written into its run's folder and its model card."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.store import load_manifest
+
+
+class Provenance(Struct, frozen=True, kw_only=True):
+    """``target`` is the identity hash of the model drafted for, ``data`` the hash of the training data's files."""
+
+    command: str
+    commit: str | None
+    target: str
+    data: str
+    samples: int
+    tokens: int
+    config: dict[str, str | int | float | bool | None]
+
+
+def describe_data(folder: Path) -> tuple[str, str | None]:
+    """Hash of the training data in ``folder``, and the identity of the target that answered; raises `DataError`."""
+    manifest = load_manifest(folder)
+    content = msgspec.json.encode(sorted(manifest.sha256.items()))
+    return hashlib.sha256(content).hexdigest(), manifest.target
+
+
+def provenance(config: TrainConfig, *, target: str, data: str, samples: int, tokens: int) -> Provenance:
+    return Provenance(
+        command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        commit=_commit(),
+        target=target,
+        data=data,
+        samples=samples,
+        tokens=tokens,
+        config=config.model_dump(),
+    )
+
+
+def _commit() -> str | None:
+    """The checkout's commit, marked where files have changed since; None outside a checkout."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if changes.strip() else "")
+
+
+def model_card(title: str, text: str, record: Provenance, step: int) -> str:
+    """Markdown that a checkpoint carries as its README."""
+    rows = {
+        "target": record.target,
+        "training data": record.data,
+        "samples": f"{record.samples} ({record.tokens} tokens)",
+        "steps": step,
+        "commit": record.commit or "unknown",
+        "command": f"`{record.command}`",
+        **{key.replace("_", " "): value for key, value in record.config.items() if key != "steps"},
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"# {title}\n\n{text}\n\n| | |\n| --- | --- |\n{table}\n"

@@ -1,0 +1,155 @@
+"""Teacher-forced replay: what accept length a drafter would have had on recorded greedy answers.
+
+A drafter drafts at every block start of an answer at once; then the answer is walked as serving would have: from a
+block start past the drafted tokens that the answer confirms, and one more, to the next. Prefill samples an answer's
+first token, so that one is not counted; the last, end token or not, is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from msgspec import Struct
+
+from redraft.engine.drafters.base import DraftSequence
+from redraft.engine.drafters.lookup import SuffixIndex
+from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.types import AcceptLength
+from redraft.retrain.data.sample import Sample
+from redraft.retrain.dflash.blocks import block_starts
+from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.features import FeatureCapture
+from redraft.retrain.frozen import FrozenTarget
+
+BLOCKS_PER_PASS = 128
+
+
+class AcceptCounts(Struct, frozen=True):
+    """Sums over verify steps; adding two of one block length pools them.
+
+    ``reached`` and ``accepted`` are by position from 1: verify steps in which all before it were accepted and it was
+    verified and not past the answer's end, and those in which it was accepted too.
+    """
+
+    committed: int
+    verify_steps: int
+    reached: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def length(self) -> AcceptLength:
+        return AcceptLength(self.committed, self.verify_steps)
+
+    @property
+    def hazard(self) -> tuple[float | None, ...]:
+        return tuple(a / r if r else None for a, r in zip(self.accepted, self.reached, strict=True))
+
+    def __add__(self, other: AcceptCounts) -> AcceptCounts:
+        return AcceptCounts(
+            self.committed + other.committed,
+            self.verify_steps + other.verify_steps,
+            tuple(map(sum, zip(self.reached, other.reached, strict=True))),
+            tuple(map(sum, zip(self.accepted, other.accepted, strict=True))),
+        )
+
+
+Proposals = Callable[[int], Sequence[int]]
+"""The tokens drafted at a block start of one sample."""
+
+
+def walk(sample: Sample, proposals: Proposals, block_length: int) -> AcceptCounts:
+    """What verifying at most ``block_length`` drafted tokens a step would have committed of a sample's spans."""
+    tokens = sample.token_ids
+    committed = steps = 0
+    reached, accepted = [0] * block_length, [0] * block_length
+    for start, end in sample.spans:
+        position = start
+        while position < end - 1:
+            steps += 1
+            right = 0
+            for offset, token in enumerate(proposals(position)[:block_length]):
+                if position + offset + 1 == end:
+                    break
+                reached[offset] += 1
+                if token != tokens[position + offset + 1]:
+                    break
+                accepted[offset] += 1
+                right += 1
+            advance = min(right + 1, end - 1 - position)
+            committed += advance
+            position += advance
+    return AcceptCounts(committed, steps, tuple(reached), tuple(accepted))
+
+
+class DFlashReplay:
+    """Proposals of a trained model at every block start, whole blocks of its block size."""
+
+    def __init__(self, model: DFlashModel, target: FrozenTarget) -> None:
+        self._model = model
+        self._target = target
+        self._capture = FeatureCapture(target.target, model.config.feature_layers)
+        self.longest = model.config.block_size - 1
+
+    @torch.inference_mode()
+    def __call__(self, sample: Sample) -> Proposals:
+        starts = block_starts(sample.spans)[:, 0]
+        if not len(starts):
+            return lambda start: ()
+        (captured,) = self._capture([sample.token_ids[: int(starts.max()) + 1]])
+        device = captured.features.device
+        tokens = torch.tensor(sample.token_ids)[starts].to(device)
+        context = self._model.inject(captured.features[None])
+        drafted = []
+        parts = zip(torch.split(starts.to(device), BLOCKS_PER_PASS), torch.split(tokens, BLOCKS_PER_PASS), strict=True)
+        for at, token in parts:
+            hidden = self._model.draft(context, at[None], token[None], self._target.embedding)[0]
+            drafted.append(self._target.target.head(hidden.flatten(0, 1)).argmax(-1).view(hidden.shape[:2]))
+        by_start: dict[int, list[int]] = dict(zip(starts.tolist(), torch.cat(drafted).tolist(), strict=True))
+        return lambda start: by_start[start]
+
+
+class NgramReplay:
+    """The floor, through the same walk; ``longest`` bounds what it proposes."""
+
+    def __init__(self, longest: int) -> None:
+        self._drafter = NgramDrafter()
+        self.longest = longest
+
+    def __call__(self, sample: Sample) -> Proposals:
+        index = SuffixIndex()
+
+        def propose(start: int) -> Sequence[int]:
+            sequence = DraftSequence(sample.token_ids[: start + 1], self.longest, index=index)
+            return self._drafter.propose([sequence])[0].tokens
+
+        return propose
+
+
+class Replayed(Struct, frozen=True):
+    """Counts of one sample by block length."""
+
+    sample: Sample
+    counts: dict[int, AcceptCounts]
+
+
+def replay(
+    samples: Iterable[Sample],
+    drafter: Callable[[Sample], Proposals],
+    block_lengths: Sequence[int],
+) -> Iterator[Replayed]:
+    """Replay greedy samples; others are passed over, for their tokens are not what verification would compare with."""
+    for sample in samples:
+        if sample.greedy:
+            proposals = drafter(sample)
+            yield Replayed(sample, {length: walk(sample, proposals, length) for length in block_lengths})
+
+
+def pooled(replayed: Iterable[Replayed], key: Callable[[Sample], str]) -> dict[str, dict[int, AcceptCounts]]:
+    """Counts by group and block length; looping answers are in no group but ``looping``."""
+    groups: dict[str, dict[int, AcceptCounts]] = {}
+    for each in replayed:
+        group = groups.setdefault("looping" if each.sample.looping else key(each.sample), {})
+        for length, counts in each.counts.items():
+            group[length] = group[length] + counts if length in group else counts
+    return groups

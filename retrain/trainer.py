@@ -1,0 +1,260 @@
+"""The training loop, the same for every drafter.
+
+Nothing in a run is random but by the seed and a step's number: initial weights, the order of data, the blocks. So a run
+resumes exactly from weights, optimizer state and step alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.sample import Sample
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.features import Captured
+from redraft.retrain.journal import Journal
+from redraft.retrain.losses import LossTerms
+from redraft.retrain.provenance import Provenance
+
+MAX_BAD_STEPS = 3
+"""In a row, after which a run ends."""
+
+BETAS = (0.9, 0.95)
+
+STATE = "state.pt"
+DRAFTER = "drafter"
+"""The run folder's state to resume from, and its exported checkpoint."""
+
+
+class Strategy(Protocol):
+    """What one kind of drafter adds to the loop."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def length(self, sample: Sample) -> int:
+        """Tokens of a sample from which something can be learnt; 0 if nothing can."""
+        ...
+
+    def loss(self, samples: Sequence[Sample], captured: Sequence[Captured], generator: torch.Generator) -> LossTerms:
+        """Differentiable sums over a few sequences; ``generator`` (on the CPU) decides what is drawn."""
+        ...
+
+    def export(self, folder: Path, step: int) -> None:
+        """Write the drafter as a checkpoint with its model card."""
+        ...
+
+
+class Progress(Protocol):
+    def __call__(self, step: int, steps: int, text: str) -> None: ...
+
+
+def silent(step: int, steps: int, text: str) -> None:
+    pass
+
+
+class Trainer:
+    """One run in ``folder``; ``capture`` takes ids and token sequences and gives the target's features.
+
+    Raises `TrainingError` if there is nothing to learn from.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        samples: Sequence[Sample],
+        capture: Callable[[Sequence[str], Sequence[Sequence[int]]], list[Captured]],
+        config: TrainConfig,
+        folder: Path,
+        record: Provenance,
+    ) -> None:
+        self._strategy = strategy
+        self._samples = [sample for sample in samples if not sample.looping and strategy.length(sample)]
+        if not self._samples:
+            raise TrainingError("no sample has an answer of two tokens that does not loop; nothing can be learnt")
+        self._capture = capture
+        self._config = config
+        self._folder = folder
+        self._record = record
+        self._parameters = [parameter for parameter in strategy.model.parameters() if parameter.requires_grad]
+        self._device = self._parameters[0].device
+        decayed = [parameter for parameter in self._parameters if parameter.dim() > 1]
+        others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=BETAS,
+            fused=True,
+        )
+        self.step = 0
+        zero = torch.zeros((), device=self._device)
+        self._bad = {"skipped": zero.clone(), "streak": zero.clone(), "longest": zero.clone()}
+
+    def resume(self) -> None:
+        """Go on from the folder's last state; raises `TrainingError` if there is none or it is another run's."""
+        file = self._folder / STATE
+        try:
+            state = torch.load(file, map_location=self._device, weights_only=True)
+        except FileNotFoundError:
+            raise TrainingError(f"{self._folder} has no {STATE}; nothing was saved to resume from") from None
+        mine = self._fingerprint()
+        for key, theirs in state["run"].items():
+            if mine.get(key) != theirs:
+                raise TrainingError(f"{file} is of a run with {key} {theirs}, not {mine.get(key)}; use a new folder")
+        self._strategy.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._bad = state["bad"]
+        self.step = state["step"]
+
+    def run(self, progress: Progress = silent) -> None:
+        """Train to the last step, logging, saving and exporting on the way.
+
+        Raises `TrainingError` after MAX_BAD_STEPS steps in a row without a finite gradient.
+        """
+        config = self._config
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / "provenance.json").write_bytes(msgspec.json.format(msgspec.json.encode(self._record)) + b"\n")
+        journal = Journal(self._folder, self.step)
+        since, started = self.step, time.perf_counter()
+        sums: list[LossTerms] = []
+        try:
+            while self.step < config.steps:
+                terms, norm = self._train_step()
+                sums.append(terms)
+                self.step += 1
+                last = self.step == config.steps
+                if last or self.step % config.log_every == 0:
+                    values = _summary(sums)
+                    seconds = time.perf_counter() - started
+                    values |= {
+                        "grad_norm": float(norm),
+                        "learning_rate": self._learning_rate(self.step - 1),
+                        "skipped": float(self._bad["skipped"]),
+                        "ms_per_step": seconds * 1e3 / (self.step - since),
+                    }
+                    journal.add(self.step, values)
+                    progress(
+                        self.step, config.steps, f"loss {values['loss']:.3f}  drafted right {values['accepted']:.2f}"
+                    )
+                    since, started, sums = self.step, time.perf_counter(), []
+                    self._check()
+                if last or self.step % config.save_every == 0:
+                    self._check()
+                    self.save()
+        finally:
+            journal.close()
+
+    def save(self) -> None:
+        """Write the state to resume from and the checkpoint, each whole or not at all."""
+        state = {
+            "step": self.step,
+            "run": self._fingerprint(),
+            "model": self._strategy.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "bad": self._bad,
+        }
+        partial = self._folder / f"{STATE}.partial"
+        torch.save(state, partial)
+        partial.replace(self._folder / STATE)
+        self._strategy.export(self._folder / DRAFTER, self.step)
+
+    def _train_step(self) -> tuple[LossTerms, Tensor]:
+        config = self._config
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._learning_rate(self.step)
+        self._optimizer.zero_grad(set_to_none=True)
+        generator = torch.Generator().manual_seed(_mix(config.seed, self.step, 1))
+        total: LossTerms | None = None
+        for samples in self._passes(self._draw(self.step)):
+            sequences = [sample.token_ids[: self._strategy.length(sample)] for sample in samples]
+            captured = self._capture([sample.id for sample in samples], sequences)
+            terms = self._strategy.loss(samples, captured, generator)
+            torch.autograd.backward(terms.loss)
+            terms = LossTerms(*(term.detach() for term in terms))
+            total = terms if total is None else LossTerms(*map(torch.add, total, terms))
+        assert total is not None
+        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        torch._foreach_mul_(grads, 1 / total.weight.clamp(min=1e-8))
+        norm = nn.utils.clip_grad_norm_(self._parameters, config.clip)
+        self._apply(norm)
+        return total, norm
+
+    def _apply(self, norm: Tensor) -> None:
+        """An optimizer step that leaves everything as it is where the gradient is not finite, without asking the GPU.
+
+        ``found_inf`` is how torch's gradient scaler tells a fused optimizer to skip.
+        """
+        bad = (~norm.isfinite()).float()
+        self._optimizer.found_inf = bad  # type: ignore[attr-defined]
+        self._optimizer.step()
+        self._bad["skipped"] += bad
+        self._bad["streak"] = (self._bad["streak"] + bad) * bad
+        self._bad["longest"] = torch.maximum(self._bad["longest"], self._bad["streak"])
+
+    def _check(self) -> None:
+        if self._bad["longest"] >= MAX_BAD_STEPS:
+            raise TrainingError(
+                f"the gradient was not finite in {MAX_BAD_STEPS} steps in a row, by step {self.step}; the last saved "
+                "state is unharmed. Lower learning_rate, or look for broken features or weights."
+            )
+
+    def _learning_rate(self, step: int) -> float:
+        config = self._config
+        return config.learning_rate * cosine_with_warmup(step, config.steps, config.warmup)
+
+    def _draw(self, step: int) -> list[Sample]:
+        """The samples of a step: one permutation an epoch, cut into steps across epochs' borders."""
+        count = len(self._samples)
+        first = step * self._config.sequences
+        places = range(first, first + self._config.sequences)
+        orders = {epoch: self._order(epoch) for epoch in {place // count for place in places}}
+        return [self._samples[orders[place // count][place % count]] for place in places]
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(_mix(self._config.seed, epoch, 2))
+        return torch.randperm(len(self._samples), generator=generator).tolist()
+
+    def _passes(self, samples: list[Sample]) -> Iterator[list[Sample]]:
+        """Samples of like length together, so that padding is small, within ``pass_tokens`` padded tokens."""
+        group: list[Sample] = []
+        for sample in sorted(samples, key=self._strategy.length, reverse=True):
+            if group and (len(group) + 1) * self._strategy.length(group[0]) > self._config.pass_tokens:
+                yield group
+                group = []
+            group.append(sample)
+        yield group
+
+    def _fingerprint(self) -> dict[str, str | int | float | bool | None]:
+        """What must be equal for a run to be the same run."""
+        free = {"save_every", "log_every", "cache_bytes", "device", "compile"}
+        config = {key: value for key, value in self._record.config.items() if key not in free}
+        return {"target": self._record.target, "data": self._record.data, "samples": len(self._samples), **config}
+
+
+def cosine_with_warmup(step: int, steps: int, warmup: int) -> float:
+    """Share of the learning rate at a step: linear from 0 over ``warmup``, then a half cosine to 0 at ``steps``."""
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+
+def _mix(*numbers: int) -> int:
+    """A seed of its own for every purpose and step."""
+    mixed = 0
+    for number in numbers:
+        mixed = ((mixed ^ number) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 63)
+    return mixed
+
+
+def _summary(steps: Sequence[LossTerms]) -> dict[str, float | list[float]]:
+    loss, weight, correct, reached = (torch.stack(term).sum(0) for term in zip(*steps, strict=True))
+    by_slot = (correct / reached.clamp(min=1)).tolist()
+    return {"loss": float(loss / weight.clamp(min=1e-8)), "accepted": sum(by_slot), "accepted_by_slot": by_slot}
