@@ -25,9 +25,10 @@ FOLDERS = {
 LIBRARIES = {
     "torch": ("engine/embedded", "engine/drafters", "kernels", "retrain", "ops/bench"),
     "sglang": ("engine/sglang",),
-    "transformers": ("ops/bench",),
+    "transformers": ("ops/bench", "retrain/agent_target"),
 }
-"""Where each library may be imported; benchmarks compare with what others do, in torch and transformers."""
+"""Where each library may be imported; benchmarks compare with what others do, and the target's adapter is
+trained, in torch and transformers."""
 
 
 def imports(source: str) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""The default target: SmolLM2-135M-Instruct taught to call tools, by a small LoRA that is merged at pull."""
