@@ -28,7 +28,7 @@ def _prepare(arguments: argparse.Namespace) -> None:
     from redraft.retrain.agent_target.data import prepare
 
     recipe = with_settings(Recipe(), arguments.set)
-    prepared = prepare(arguments.base or resolve(BASE), arguments.plain, recipe, arguments.commit)
+    prepared = prepare(arguments.base or resolve(BASE), arguments.plain, recipe)
     prepared.write(arguments.out)
     _print(
         {"examples": prepared.counts, "tokens": sum(len(e.ids) for e in prepared.train), "cases": len(prepared.cases)}
@@ -72,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("out", type=Path)
     prepare.add_argument("--plain", type=Path, required=True, help="training data with responses of the base")
     prepare.add_argument("--base", type=Path, help="the base's folder, if not the pulled one")
-    prepare.add_argument("--commit", help="what to call the code's version in the model card")
     prepare.set_defaults(command=_prepare)
 
     train = commands.add_parser(

@@ -23,27 +23,28 @@ _TOOL_SOURCES: tuple[Source, ...] = ("bfcl-single", "bfcl-multi-turn")
 CALLING = ("simple_python", "live_simple", "multiple", "live_multiple", "parallel", "live_parallel")
 
 
-def prepare(base: Path, plain: Path, recipe: Recipe, commit: str | None) -> Prepared:
+def prepare(base: Path, plain: Path, recipe: Recipe) -> Prepared:
     """Everything training and scoring need; ``plain`` holds prompts and the base's responses to them."""
     base_identity = identity(base)
-    if (target := load_manifest(plain).target) != base_identity:
+    manifest = load_manifest(plain)
+    if manifest.target != base_identity:
         raise DataError(
-            f"the replies in {plain} are of the target {target}, those to be kept are of {base_identity} ({base}); "
-            f"make them: redraft data generate {plain} with that model"
+            f"the replies in {plain} are of the target {manifest.target}, not of {base_identity} ({base}), which is to "
+            "keep its manners; make them with it: redraft data generate"
         )
     chat = ChatEncoder.from_folder(base)
     conversations = [conversation for source in _TOOL_SOURCES for conversation in SOURCES[source]()]
     return Prepared(
         recipe=recipe,
-        commit=commit,
+        commit=manifest.commit,
         identity=base_identity,
         train=tuple(_mixture(chat, conversations, plain, recipe, "train")),
         held_out=tuple(_mixture(chat, conversations, plain, recipe, "calibrate")),
-        cases=tuple(case for case, _ in test_cases(conversations)),
+        cases=tuple(case for case, _ in cases(conversations)),
     )
 
 
-def test_cases(conversations: Iterable[Conversation]) -> Iterator[tuple[Case, Conversation]]:
+def cases(conversations: Iterable[Conversation]) -> Iterator[tuple[Case, Conversation]]:
     """BFCL's single-turn cases of test families, with what answers them; a case has its prompt's id."""
     truths = {case: calls for category in CALLING for case, calls in answers(category).items()}
     for conversation in conversations:

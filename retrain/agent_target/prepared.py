@@ -34,16 +34,19 @@ class Case(Struct, frozen=True):
     """A prompt of the test split and what answers it.
 
     ``calls`` are BFCL's ground truth: for each expected call its function's name and, by argument, the admissible
-    values; none where nothing is to be called, None where any answer may do.
+    values; none where nothing is to be called.
     """
 
     id: str
-    tools: tuple[Tool, ...] = ()
-    calls: tuple[tuple[str, dict[str, list[Any]]], ...] | None = None
+    tools: tuple[Tool, ...]
+    calls: tuple[tuple[str, dict[str, list[Any]]], ...] = ()
 
 
 class Prepared(Struct, frozen=True):
-    """``train`` and ``held_out`` (of the calibrate split) examples, and the ``cases``; ``identity`` is the base's."""
+    """``train`` and ``held_out`` (of the calibrate split) examples, and the ``cases``; ``identity`` is the base's.
+
+    ``commit`` is that of the code that made the replies.
+    """
 
     recipe: Recipe
     commit: str | None
