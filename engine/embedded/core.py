@@ -135,8 +135,8 @@ class EngineCore:
         self._context_length = context_length
         self.drafter = drafter
         self._floor = NgramDrafter()
-        self._policy = policy
-        self._block_size = block_size
+        self.policy = policy
+        self.block_size = block_size
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._switched_off: set[SpeculationScope] = set()
@@ -312,7 +312,7 @@ class EngineCore:
             drafted = each.propose([self._draft_sequence(decoding[index]) for index in chosen])
             for index, proposal in zip(chosen, drafted, strict=True):
                 proposals[index] = proposal
-        lengths = self._policy.block_lengths(proposals)
+        lengths = self.policy.block_lengths(proposals)
         batch = []
         for sequence, drafter, proposal, length in zip(decoding, asked, proposals, lengths, strict=True):
             tokens = proposal.tokens[:length]
@@ -330,7 +330,7 @@ class EngineCore:
     def _draft_sequence(self, sequence: Running) -> DraftSequence:
         return DraftSequence(
             tokens=sequence.tokens,
-            length=min(self._block_size, sequence.stop.remaining) - 1,
+            length=min(self.block_size, sequence.stop.remaining) - 1,
             slot=sequence.kv.start,
             window_start=sequence.kv.draft_start,
             index=sequence.index,

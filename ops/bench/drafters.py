@@ -1,0 +1,271 @@
+"""`redraft bench drafters`: how much each drafter gains on agent traffic that nothing was trained or tuned on."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from statistics import mean, median, quantiles
+from time import perf_counter
+from typing import Any
+
+from redraft.engine.chat.encoding import ChatEncoder
+from redraft.engine.checkpoints import resolve
+from redraft.engine.config import EngineConfig
+from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.server import build_core
+from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.types import (
+    AcceptLength,
+    GenerationRequest,
+    Principal,
+    SamplingParams,
+    StopConditions,
+    VerifyStep,
+    context_bucket,
+    is_looping,
+)
+from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.retrain.data.prompts import Prompt, Prompts
+from redraft.retrain.data.sources import SOURCES
+from redraft.retrain.data.splits import Split, split_of
+
+NONE = "none"
+DRAFTERS = (NONE, "ngram", "dflash")
+BLOCK_SIZES = (4, 8, 16)
+LOADS = (1, 8)
+GREEDY = SamplingParams(temperature=0)
+SAMPLED = SamplingParams(temperature=0.7, top_p=0.95, seed=1)
+METHOD = (
+    "Default target in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "
+    "families of the test split: nothing was trained, calibrated or chosen on them. Each drafter runs at the block "
+    "size that was fastest on the calibrate split. Every group of sessions is answered by each drafter in turn, in an "
+    "order that rotates, without shared prefixes; answers are greedy unless said otherwise. tau is committed tokens "
+    "over verify steps, pooled. A speed-up is the ratio of decode time (first to last token) for the same tokens, "
+    "median over pairs. Looping answers (60 tokens or more, fewer than 60 % distinct 8-grams) are in rows of their "
+    "own and in no headline. A lossless violation is an answer that differs from the one without drafter."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one drafter did for one prompt; times in seconds from submission."""
+
+    prompt: Prompt
+    tokens: tuple[int, ...]
+    steps: tuple[VerifyStep, ...]
+    first_token: float
+    last_token: float
+
+    @property
+    def looping(self) -> bool:
+        return is_looping(self.tokens)
+
+    @property
+    def decode_seconds(self) -> float:
+        return self.last_token - self.first_token
+
+    @property
+    def tpot(self) -> float:
+        return self.decode_seconds / max(len(self.tokens) - 1, 1)
+
+
+@dataclass(slots=True)
+class Growing:
+    tokens: list[int] = field(default_factory=list)
+    steps: list[VerifyStep] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+
+def run(*, quick: bool = False) -> dict[str, Any]:
+    commit = present_commit()
+    model = EngineConfig().model
+    encoder = ChatEncoder.from_folder(resolve(model))
+    answer_tokens = 64 if quick else 128
+    cores = {name: build_core(EngineConfig(model=model, drafter=name))[0] for name in DRAFTERS}
+    metrics: dict[str, float | None] = {}
+    table: list[dict[str, Any]] = []
+    _choose_block_sizes(cores, list(prompts(encoder, "calibrate", 1 if quick else 3)), answer_tokens, metrics, table)
+    tests = list(prompts(encoder, "test", 2 if quick else 8))
+    for load in LOADS:
+        answers = _compare(cores, tests, load, answer_tokens, GREEDY)
+        _report(f"{load}", answers, metrics, table)
+    sampled = _compare(cores, tests[:: 2 if quick else 1], 1, answer_tokens, SAMPLED)
+    _report("1_sampled", sampled, metrics, table)
+    return envelope("drafters", METHOD, commit, metrics, table)
+
+
+def prompts(encoder: ChatEncoder, split: Split, per_source: int) -> Iterator[Prompt]:
+    """Prompts of one split, spread evenly over each source's sessions and over the turns within them."""
+    for source, conversations in SOURCES.items():
+        sessions = [session for session in conversations() if split_of(source, session.family) == split]
+        for index in range(per_source):
+            session = sessions[index * len(sessions) // per_source]
+            turns = list(Prompts(encoder, [session]))
+            yield turns[index * len(turns) // per_source]
+
+
+def answer_all(
+    core: EngineCore, group: Sequence[Prompt], tenant: str, max_tokens: int, sampling: SamplingParams
+) -> list[Answer]:
+    """Answer prompts at the same time, as a tenant that has no prefixes yet."""
+    growing = [Growing() for _ in group]
+    started = perf_counter()
+    for index, prompt in enumerate(group):
+        core.submit(
+            GenerationRequest(
+                request_id=str(index),
+                prompt_ids=prompt.ids,
+                stopping=StopConditions(max_tokens=max_tokens),
+                sampling=sampling,
+                principal=Principal(tenant),
+            )
+        )
+    while core.running or core.waiting:
+        for commit in core.step():
+            answer = growing[int(commit.request_id)]
+            answer.tokens += commit.token_ids
+            answer.times.append(perf_counter() - started)
+            if commit.verify_step is not None:
+                answer.steps.append(commit.verify_step)
+    return [
+        Answer(prompt, tuple(found.tokens), tuple(found.steps), found.times[0], found.times[-1])
+        for prompt, found in zip(group, growing, strict=True)
+    ]
+
+
+def _compare(
+    cores: dict[str, EngineCore], tests: Sequence[Prompt], load: int, max_tokens: int, sampling: SamplingParams
+) -> dict[str, list[Answer]]:
+    """Answers by drafter, prompt by prompt the same; groups of ``load`` sessions, drafters in rotating order."""
+    answers: dict[str, list[Answer]] = {name: [] for name in cores}
+    spread = sorted(tests, key=lambda prompt: prompt.id)
+    groups = [spread[first : first + load] for first in range(0, len(spread), load)]
+    tenants = count()
+    for index, group in enumerate(groups):
+        progress(f"{load} at once, {sampling.mode}: group {index + 1} of {len(groups)}")
+        names = list(cores)
+        for name in names[index % len(names) :] + names[: index % len(names)]:
+            tenant = f"{load}-{sampling.mode}-{next(tenants)}"
+            answers[name] += answer_all(cores[name], group, tenant, max_tokens, sampling)
+    return answers
+
+
+def _choose_block_sizes(
+    cores: dict[str, EngineCore],
+    calibrate: Sequence[Prompt],
+    max_tokens: int,
+    metrics: dict[str, float | None],
+    table: list[dict[str, Any]],
+) -> None:
+    """Leave every drafter at the block size with the fewest decode seconds a token on the calibrate split."""
+    for name, core in cores.items():
+        if name == NONE:
+            answer_all(core, calibrate[:1], "warm-up", 8, GREEDY)
+            continue
+        tpot = {}
+        for block_size in BLOCK_SIZES:
+            progress(f"block size {block_size} for {name}")
+            core.block_size, core.policy = block_size, FixedLength(block_size)
+            answers = [
+                answer
+                for prompt in calibrate
+                for answer in answer_all(core, [prompt], f"calibrate-{block_size}", max_tokens, GREEDY)
+                if not answer.looping
+            ]
+            tokens = sum(len(answer.tokens) - 1 for answer in answers)
+            tpot[block_size] = sum(answer.decode_seconds for answer in answers) / tokens
+            accept = _accept_length(answers)
+            table.append(
+                {
+                    "part": "calibrate",
+                    "drafter": name,
+                    "block_size": block_size,
+                    "tpot_ms": round(tpot[block_size] * 1e3, 2),
+                    "committed": accept.committed,
+                    "verify_steps": accept.verify_steps,
+                }
+            )
+        best = min(tpot, key=lambda size: tpot[size])
+        core.block_size, core.policy = best, FixedLength(best)
+        metrics[f"block_size_{name}"] = best
+
+
+def _report(
+    part: str, answers: dict[str, list[Answer]], metrics: dict[str, float | None], table: list[dict[str, Any]]
+) -> None:
+    baseline = answers[NONE]
+    metrics[f"looping_share_{part}"] = mean(answer.looping for answer in baseline)
+    for name, found in answers.items():
+        table += _rows(part, name, found)
+        if name == NONE:
+            continue
+        violations = sum(a.tokens != b.tokens for a, b in zip(found, baseline, strict=True))
+        metrics["lossless_violations"] = (metrics.get("lossless_violations") or 0) + violations
+        pairs = [(a, b) for a, b in zip(found, baseline, strict=True) if not b.looping and len(b.tokens) > 1]
+        suffix = "" if part == "1" else f"_{part}"
+        metrics[f"tau_{name}{suffix}"] = _accept_length(a for a, _ in pairs).tau
+        metrics[f"speedup_{name}_{part}"] = median(b.tpot / a.tpot for a, b in pairs)
+        metrics[f"speedup_{name}_{part}_pooled"] = sum(b.decode_seconds for _, b in pairs) / sum(
+            a.decode_seconds for a, _ in pairs
+        )
+    if part == "1" and metrics["tau_dflash"] and metrics["tau_ngram"]:
+        metrics["tau_dflash_over_ngram"] = metrics["tau_dflash"] / metrics["tau_ngram"]
+
+
+def _rows(part: str, name: str, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
+    """One row over all non-looping answers, then by source, by context bucket, and the looping ones."""
+    kept = [answer for answer in answers if not answer.looping]
+    groups: dict[tuple[str, str], list[Answer]] = defaultdict(list)
+    for answer in answers:
+        if answer.looping:
+            groups["looping", "all"].append(answer)
+            continue
+        groups["all", "all"].append(answer)
+        groups["source", answer.prompt.source].append(answer)
+        groups["context", str(context_bucket(len(answer.prompt.ids)))].append(answer)
+    for (kind, value), group in sorted(groups.items()):
+        yield {"part": f"load {part}", "drafter": name, "by": kind, "value": value, **_summary(group)}
+    hazard = _hazard(kept)
+    if hazard:
+        yield {"part": f"load {part}", "drafter": name, "by": "position", "hazard": hazard}
+
+
+def _summary(answers: Sequence[Answer]) -> dict[str, Any]:
+    accept = _accept_length(answers)
+    tpot = [answer.tpot * 1e3 for answer in answers if len(answer.tokens) > 1]
+    cuts = quantiles(tpot, n=20, method="inclusive") if len(tpot) > 1 else tpot * 19
+    return {
+        "answers": len(answers),
+        "committed": accept.committed,
+        "verify_steps": accept.verify_steps,
+        "tau": None if accept.tau is None else round(accept.tau, 3),
+        "ttft_p50_ms": round(median(answer.first_token for answer in answers) * 1e3, 1),
+        "tpot_mean_ms": round(mean(tpot), 2) if tpot else None,
+        "tpot_p50_ms": round(median(tpot), 2) if tpot else None,
+        "tpot_p95_ms": round(cuts[18], 2) if tpot else None,
+        "draft_ms": round(mean(step.draft_ms for a in answers for step in a.steps), 2) if accept.verify_steps else None,
+    }
+
+
+def _accept_length(answers: Iterable[Answer]) -> AcceptLength:
+    total = AcceptLength()
+    for answer in answers:
+        for step in answer.steps:
+            total = total.add_step(step)
+    return total
+
+
+def _hazard(answers: Sequence[Answer]) -> list[dict[str, int]]:
+    """How often a position was verified with all before it accepted, and how often it was accepted then."""
+    steps = [step for answer in answers for step in answer.steps]
+    longest = max((step.block_length for step in steps), default=0)
+    return [
+        {
+            "position": k,
+            "reached": sum(step.block_length >= k and step.accepted >= k - 1 for step in steps),
+            "accepted": sum(step.accepted >= k for step in steps),
+        }
+        for k in range(1, longest + 1)
+    ]

@@ -1,0 +1,114 @@
+"""A drafter's accept length in stock SGLang beside the embedded engine's, on the same prompts.
+
+Start SGLang with ``--speculative-algorithm DFLASH --speculative-draft-model-path DRAFTER`` on the same target, then
+
+    python -m redraft.ops.bench.sglang_parity --url http://127.0.0.1:30000 --model TARGET --drafter DRAFTER --data DATA
+
+where DATA is a folder of ``redraft data generate``. One JSON object goes to standard output.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+
+from redraft.engine.config import EngineConfig
+from redraft.engine.embedded.server import build_core
+from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
+from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.retrain.data.store import load_samples
+
+METHOD = (
+    "Greedy answers to prompts of the test split whose recorded answer does not loop, one at a time in SGLang and in "
+    "the embedded engine on the same device, the same block size. tau is committed tokens over verify steps, pooled, "
+    "without the token that prefill samples."
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--drafter", required=True)
+    parser.add_argument("--data", required=True, type=Path)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    arguments = parser.parse_args()
+    commit = present_commit()
+    samples = [s for s in load_samples(arguments.data, splits=("test",)) if s.greedy and not s.looping]
+    chosen = samples[:: max(1, len(samples) // arguments.prompts)][: arguments.prompts]
+    prompts = [sample.token_ids[: sample.spans[0][0]] for sample in chosen]
+    progress(f"{len(prompts)} prompts through SGLang")
+    theirs, their_answers = _sglang(arguments.url, prompts, arguments.max_tokens)
+    progress("the same through the embedded engine")
+    config = EngineConfig(model=arguments.model, drafter=arguments.drafter)
+    ours, our_answers = _embedded(config, prompts, arguments.max_tokens)
+    assert ours.tau and theirs.tau
+    metrics = {
+        "tau_embedded": ours.tau,
+        "tau_sglang": theirs.tau,
+        "tau_sglang_over_embedded": theirs.tau / ours.tau,
+        "equal_answers_share": sum(a == b for a, b in zip(our_answers, their_answers, strict=True)) / len(prompts),
+    }
+    table = [
+        {"engine": name, "committed": accept.committed, "verify_steps": accept.verify_steps}
+        for name, accept in (("embedded", ours), ("sglang", theirs))
+    ]
+    print(json.dumps(envelope("sglang_parity", METHOD, commit, metrics, table) | {"device": _device()}))
+
+
+def _sglang(
+    url: str, prompts: Sequence[tuple[int, ...]], max_tokens: int
+) -> tuple[AcceptLength, list[tuple[int, ...]]]:
+    total, answers = AcceptLength(), []
+    with httpx.Client(base_url=url, timeout=120) as client:
+        for prompt in prompts:
+            sampling = {"temperature": 0, "max_new_tokens": max_tokens}
+            reply: dict[str, Any] = (
+                client.post("/generate", json={"input_ids": list(prompt), "sampling_params": sampling})
+                .raise_for_status()
+                .json()
+            )
+            meta = reply["meta_info"]
+            answers.append(tuple(reply["output_ids"]))
+            if "spec_verify_ct" in meta:
+                total += AcceptLength(meta["completion_tokens"] - 1, meta["spec_verify_ct"])
+    return total, answers
+
+
+def _embedded(
+    config: EngineConfig, prompts: Sequence[tuple[int, ...]], max_tokens: int
+) -> tuple[AcceptLength, list[tuple[int, ...]]]:
+    core, _ = build_core(config)
+    total, answers = AcceptLength(), []
+    for index, prompt in enumerate(prompts):
+        core.submit(
+            GenerationRequest(
+                request_id=str(index),
+                prompt_ids=prompt,
+                stopping=StopConditions(max_tokens=max_tokens),
+                sampling=SamplingParams(temperature=0),
+            )
+        )
+        tokens: list[int] = []
+        while core.running or core.waiting:
+            for commit in core.step():
+                tokens += commit.token_ids
+                if commit.verify_step is not None:
+                    total = total.add_step(commit.verify_step)
+        answers.append(tuple(tokens))
+    return total, answers
+
+
+def _device() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    main()
