@@ -62,10 +62,10 @@ def tell(results: Sequence[tuple[str, str]], key: str) -> str:
     for _, result in results:
         value = _read(result)
         error = _error(value)
-        if error is not None:
-            failures.append(choose(_FAILED, key).format(error.rstrip(". ")))
+        if error is None:
+            facts += _facts(value)[: _MOST_FACTS if len(results) == 1 else _MOST_FACTS // 2]
         else:
-            facts += _facts(value)
+            failures.append(choose(_FAILED, key).format(error.rstrip(". ")))
     if not facts and not failures:
         return choose(_DONE, key)
     opening = choose(_FOUND, key) if facts and not failures else ""
@@ -119,22 +119,20 @@ def _facts(value: Any) -> list[str]:
 def _fact(name: str, value: Any) -> str | None:
     words = _words(name)
     if isinstance(value, bool):
-        return f"The {words} is {'yes' if value else 'no'}."
-    if isinstance(value, int | float):
-        return f"The {words} is {value}."
-    if isinstance(value, str) and value:
-        if name in ("message", "status", "result") and " " in value:
-            return value if value.endswith((".", "!", "?")) else f"{value}."
-        return f"The {words} is {_short(value)}."
+        return f"{words.capitalize()}: {'yes' if value else 'no'}."
+    if isinstance(value, str) and name in ("message", "result", "status") and len(value.split()) > 3:
+        return value if value.endswith((".", "!", "?")) else f"{value}."
+    if isinstance(value, str | int | float):
+        return f"The {words} is {_short(value)}." if value != "" else None
     if isinstance(value, list):
         if not value:
             return f"There are no {words}."
-        if _are_plain(value):
-            return f"The {words} are {_listed(list(map(str, value)))}."
-        return f"There are {len(value)} {words}." if len(value) > 1 else f"There is one entry in {words}."
+        if not _are_plain(value):
+            return f"{words.capitalize()}: {len(value)} {'entry' if len(value) == 1 else 'entries'}."
+        return f"The {words} {'is' if len(value) == 1 else 'are'} {_listed(list(map(str, value)))}."
     if isinstance(value, Mapping):
         inner = [f"{_words(key)} {_short(item)}" for key, item in value.items() if isinstance(item, str | int | float)]
-        return f"The {words}: {_listed(inner)}." if inner else None
+        return f"{words.capitalize()}: {_listed(inner)}." if inner else None
     return None
 
 

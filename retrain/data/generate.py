@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,7 +121,6 @@ async def respond_to_all(
     target: str,
     sampled: int = 3,
     max_tokens: int = MAX_TOKENS,
-    sources: Collection[Source] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> store.Manifest:
     """Answer every prompt of a folder that has no answer yet; ``progress`` hears of answers there and wanted.
@@ -143,7 +142,7 @@ async def respond_to_all(
     def wanted() -> Iterator[tuple[Prompt, SamplingParams]]:
         for prompt in store.load_prompts(folder):
             for sampling in samplings(prompt.id, sampled):
-                if (prompt.id, sampling) not in there and (sources is None or prompt.source in sources):
+                if (prompt.id, sampling) not in there:
                     yield prompt, sampling
 
     todo = wanted()

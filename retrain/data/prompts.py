@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from redraft.engine.chat.encoding import ChatEncoder
 from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.splits import Split, split_of
+
+if TYPE_CHECKING:  # who only reads prompts needs neither tokenizer nor template
+    from redraft.engine.chat.encoding import ChatEncoder
 
 MAX_PROMPT_TOKENS = 6000
 

@@ -23,6 +23,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
+from redraft.engine.types import SamplingParams
 from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.prompts import Prompt
@@ -153,7 +154,16 @@ def load_conversations(folder: Path, splits: Collection[Split] = SPLITS) -> Iter
 
 
 def load_responses(folder: Path) -> Iterator[Response]:
-    """Every response, in no particular order; a line that a crash left half-written is passed over."""
+    """Every response once, in no particular order; a line that a crash left half-written is passed over."""
+    seen: set[tuple[str, SamplingParams]] = set()
+    for response in _stored_responses(folder):
+        if response.key not in seen:
+            seen.add(response.key)
+            yield response
+
+
+def _stored_responses(folder: Path) -> Iterator[Response]:
+    """Responses of the shards and of the partial one, which a crash may have left beside the shard it became."""
     for shard in sorted(folder.glob(_SHARDS)):
         yield from _read_xz(shard, Response)
     partial = folder / _PARTIAL

@@ -48,6 +48,7 @@ def conversations() -> Iterator[Conversation]:
                 _family(case["id"]),
                 tools,
                 (*messages, answer) if answer else tuple(messages),
+                start=len(messages),
                 truth=answer is not None,
             )
 

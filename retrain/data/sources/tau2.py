@@ -183,6 +183,7 @@ _OBJECT_BEFORE = (
 )
 _FIRST_PERSON = (
     (r"\byou are\b", "I am"),
+    (r"\byou name is\b", "my name is"),
     (r"\byou're\b", "I'm"),
     (r"\byou were\b", "I was"),
     (r"\byou've\b", "I've"),
