@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from redraft.engine.checkpoints.adapter import CONFIG, WEIGHTS
-from redraft.retrain.agent_target.recipe import LINEAR, Recipe
+from redraft.retrain.agent_target.recipe import BASE, LINEAR, Recipe
 
 
 class LoraLinear(nn.Module):
@@ -52,7 +52,7 @@ def add_lora(model: nn.Module, recipe: Recipe) -> dict[str, LoraLinear]:
     return added
 
 
-def save_adapter(folder: Path, loras: dict[str, LoraLinear], recipe: Recipe, base: str) -> None:
+def save_adapter(folder: Path, loras: dict[str, LoraLinear], recipe: Recipe) -> None:
     """Write the adapter as PEFT does, rounded to bf16."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -63,7 +63,7 @@ def save_adapter(folder: Path, loras: dict[str, LoraLinear], recipe: Recipe, bas
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": BASE,
         "r": recipe.rank,
         "lora_alpha": recipe.alpha,
         "lora_dropout": recipe.dropout,

@@ -68,7 +68,7 @@ def train(prepared: Prepared, base: Path, folder: Path, log: Log) -> dict[str, A
             step += 1
         after = held_out_loss(model, prepared, device)
         log({"event": "epoch", "epoch": epoch + 1, "held_out_loss": after})
-    save_adapter(folder, loras, recipe, base.name)
+    save_adapter(folder, loras, recipe)
     return {
         "steps": steps,
         "tokens": tokens,
