@@ -46,7 +46,7 @@ class DFlashStrategy:
         config, size = self._config, self.model.config.block_size
         device = self._target.head.device
         chosen = [choose_blocks(sample.spans, config.blocks, generator) for sample in samples]
-        shape = (len(samples), max(map(len, chosen)))
+        shape = (len(samples), max(1, *map(len, chosen)))
         starts = torch.zeros(shape, dtype=torch.int64)
         tokens = torch.zeros(shape, dtype=torch.int64)
         labels = torch.zeros((*shape, size - 1), dtype=torch.int64)
@@ -56,7 +56,7 @@ class DFlashStrategy:
             starts[row, :count] = blocks[:, 0]
             tokens[row, :count] = ids[blocks[:, 0]]
             labels[row, :count], valid[row, :count] = block_labels(ids, blocks, size)
-        width = -(-int(starts.max()) // FEATURE_BLOCK) * FEATURE_BLOCK
+        width = max(1, -(-int(starts.max()) // FEATURE_BLOCK)) * FEATURE_BLOCK
         starts, tokens, labels, valid = (_moved(each, device) for each in (starts, tokens, labels, valid))
         features = padded([each.features for each in captured], width)
         hidden = self._forward(features, starts, tokens, self._target.embedding, config.context_window)

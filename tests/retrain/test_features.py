@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redraft.engine.drafters.dflash_checkpoint import spread_layers
+from redraft.retrain import features
+from redraft.retrain.features import Captured, FeatureCache, FeatureCapture
+from redraft.retrain.frozen import FrozenTarget
+
+from .conftest import CPU, random_tokens
+
+
+def hidden_states(folder: Path, tokens: Sequence[int]) -> tuple[Tensor, ...]:
+    """Hugging Face's: [0] is the embedding, [i + 1] what leaves layer i; the last is normed."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        output = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            torch.tensor(tokens)[None], output_hidden_states=True
+        )
+    return tuple(state[0] for state in output.hidden_states)
+
+
+def worst_cosine(one: Tensor, other: Tensor) -> float:
+    return float(F.cosine_similarity(one.float(), other.float(), dim=-1).min())
+
+
+def check_against_plain_forward(folder: Path, dtype: torch.dtype, sequences: Sequence[Sequence[int]]) -> None:
+    target = FrozenTarget.load(folder, CPU, dtype)
+    layers = spread_layers(target.target.config.layers, 3)
+    captured = FeatureCapture(target.target, layers)(sequences)
+    for tokens, (found, last) in zip(sequences, captured, strict=True):
+        states = hidden_states(folder, tokens)
+        assert len(found) == len(last) == len(tokens)
+        for layer, part in zip(layers, found.split(target.target.config.hidden, dim=1), strict=True):
+            assert worst_cosine(part, states[layer + 1]) >= 0.999
+            assert worst_cosine(part, states[layer]) < 0.999, "a layer's input is not what leaves it"
+        assert worst_cosine(target.normed(last), states[-1]) >= 0.999
+
+
+@pytest.mark.unit
+def test_captured_features_are_what_leaves_the_layers_in_a_plain_forward(checkpoint: Path) -> None:
+    check_against_plain_forward(checkpoint, torch.float32, [random_tokens(length, length) for length in (70, 3, 128)])
+
+
+@pytest.mark.integration
+def test_features_of_the_default_target_are_those_of_a_plain_forward(smollm2: Path) -> None:
+    from redraft.engine.chat.tokenizer import Tokenizer
+
+    text = (
+        "An agent books flights: it looks up the reservation, calls the airline's tools, and answers in plain words. "
+    )
+    tokens = Tokenizer.from_folder(smollm2).encode(text * 8)
+    check_against_plain_forward(smollm2, torch.bfloat16, [tokens, tokens[5:40]])
+
+
+@pytest.mark.unit
+def test_a_packed_pass_gives_each_sequence_what_it_gets_alone(
+    target: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequences = [random_tokens(length, length) for length in (90, 5, 64, 31)]
+    alone = [FeatureCapture(target.target, (1, 4))([sequence])[0] for sequence in sequences]
+    monkeypatch.setitem(features.PASS_TOKENS, "cpu", 100)
+    capture = FeatureCapture(target.target, (1, 4))
+    for _ in range(2):
+        for one, other in zip(capture(sequences), alone, strict=True):
+            torch.testing.assert_close(one.features, other.features, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("layers", [(4, 1), (1, 1), (1, 6), (-1, 2)])
+def test_layers_that_no_target_has_are_refused(target: FrozenTarget, layers: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="feature layers"):
+        FeatureCapture(target.target, layers)
+
+
+@pytest.mark.unit
+def test_the_cache_keeps_what_fits_and_recomputes_the_rest(target: FrozenTarget) -> None:
+    capture = FeatureCapture(target.target, (1, 4))
+    asked: list[int] = []
+
+    def counting(sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        asked.extend(map(len, sequences))
+        return capture(sequences)
+
+    sequences = [random_tokens(length, length) for length in (40, 60, 20)]
+    size = 40 * 2 * target.target.config.hidden * 4
+    cache = FeatureCache(counting, budget=size * 3 // 2, hidden=False)
+    for _ in range(2):
+        for found, sequence in zip(cache(["a", "b", "c"], sequences), sequences, strict=True):
+            torch.testing.assert_close(found.features, capture([sequence])[0].features, rtol=1e-4, atol=1e-4)
+            assert len(found.hidden) == 0
+    assert asked == [40, 60, 20, 60]

@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, load
+from redraft.retrain.config import TrainConfig, load_recipe
+from redraft.retrain.data.sample import Sample
+from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.dflash.strategy import DFlashStrategy
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.features import Captured, FeatureCapture
+from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.trainer import DRAFTER, Trainer, cosine_with_warmup
+
+from .conftest import CPU, make_record, make_sample, random_tokens
+
+pytestmark = pytest.mark.unit
+
+RECIPE = TrainConfig(
+    steps=6, sequences=3, blocks=5, warmup=2, learning_rate=1e-2, save_every=3, log_every=1, loss="distribution"
+)
+SAMPLES = [
+    make_sample(random_tokens(20 + 7 * seed, seed), [(8, 12), (14 + seed, 20 + 7 * seed)], id=str(seed))
+    for seed in range(5)
+]
+
+
+@dataclass
+class Run:
+    trainer: Trainer
+    strategy: DFlashStrategy
+    drawn: list[str]
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in self.strategy.model.state_dict().items()}
+
+
+@pytest.fixture
+def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable[..., Run]:
+    """A run in a folder of that name; steps ``spoil`` see features that are no numbers, step ``crash`` ends it."""
+
+    def make(
+        name: str, samples: Sequence[Sample] = SAMPLES, spoil: Sequence[int] = (), crash: int = -1, **overrides: Any
+    ) -> Run:
+        config = RECIPE.model_copy(update=overrides)
+        record = make_record(config, target)
+        strategy = DFlashStrategy(DFlashModel(shape, CPU, config.seed), target, config, record)
+        capture = FeatureCapture(target.target, shape.feature_layers)
+        drawn: list[str] = []
+
+        def captured(ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Captured]:
+            step = len(drawn) // config.sequences
+            drawn.extend(ids)
+            if step == crash:
+                raise InterruptedError
+            factor = math.nan if step in spoil else 1.0
+            return [Captured(each.features * factor, each.hidden) for each in capture(sequences)]
+
+        return Run(Trainer(strategy, samples, captured, config, tmp_path / name, record), strategy, drawn)
+
+    return make
+
+
+def log(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(start: Callable[..., Run], tmp_path: Path) -> None:
+    whole = start("whole")
+    whole.trainer.run()
+
+    broken = start("broken", crash=5)
+    with pytest.raises(InterruptedError):
+        broken.trainer.run()
+    resumed = start("broken")
+    resumed.trainer.resume()
+    assert resumed.trainer.step == 3
+    resumed.trainer.run()
+    assert resumed.drawn == whole.drawn[9:], "the order of data changed"
+    assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
+    timeless = [[{**line, "ms_per_step": 0} for line in log(tmp_path / name)] for name in ("whole", "broken")]
+    assert timeless[0] == timeless[1]
+    states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "broken")]
+    for mine, theirs in zip(*(state["optimizer"]["state"].values() for state in states), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_a_run_is_not_resumed_with_another_recipe(start: Callable[..., Run]) -> None:
+    start("run").trainer.run()
+    with pytest.raises(TrainingError, match=r"run with blocks 5, not 7"):
+        start("run", blocks=7).trainer.resume()
+    with pytest.raises(TrainingError, match=r"nothing was saved"):
+        start("other").trainer.resume()
+
+
+def test_steps_without_a_finite_gradient_change_nothing_and_three_in_a_row_end_the_run(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start("run", spoil=(0, 1, 2))
+    before = run.weights
+    with pytest.raises(TrainingError, match=r"not finite in 3 steps in a row"):
+        run.trainer.run()
+    assert all(torch.equal(value, run.weights[name]) for name, value in before.items())
+    assert run.trainer.step == 3
+
+    some = start("some", spoil=(1, 2, 4))
+    some.trainer.run()
+    assert all(value.isfinite().all() for value in some.weights.values())
+    assert log(tmp_path / "some")[-1]["skipped"] == 3
+
+
+def test_how_a_step_is_cut_into_passes_does_not_change_it(start: Callable[..., Run], tmp_path: Path) -> None:
+    one, many = start("one", steps=1), start("many", steps=1, pass_tokens=1)
+    for run in (one, many):
+        run.trainer.run()
+    assert sorted(one.drawn) == sorted(many.drawn)
+    for key in ("loss", "grad_norm", "accepted"):
+        assert log(tmp_path / "one")[0][key] == pytest.approx(log(tmp_path / "many")[0][key], rel=1e-3)
+
+
+@pytest.mark.parametrize("weights", ["prefix_decay", "dpace"])
+def test_a_step_s_loss_is_the_weighted_mean_over_its_labels(
+    start: Callable[..., Run], target: FrozenTarget, shape: DFlashConfig, weights: str
+) -> None:
+    """Label by label: the draft of slot k of a block at a against the token at a + k, in spans only."""
+    run = start("run", loss="tokens", weights=weights, blocks=100)
+    model = run.strategy.model
+    capture = FeatureCapture(target.target, shape.feature_layers)
+    captured = capture([sample.token_ids for sample in SAMPLES])
+    terms = run.strategy.loss(SAMPLES, captured, torch.Generator())
+    total = weight_sum = 0.0
+    for sample, (features, _) in zip(SAMPLES, captured, strict=True):
+        for first, end in sample.spans:
+            for at in range(first, end - 1):
+                with torch.no_grad():
+                    hidden = model(
+                        features[None, :at],
+                        torch.tensor([[at]]),
+                        torch.tensor([[sample.token_ids[at]]]),
+                        target.embedding,
+                    )[0, 0]
+                labels = sample.token_ids[at + 1 : min(at + shape.block_size, end)]
+                logprob = (hidden @ target.head.T).log_softmax(-1)[range(len(labels)), labels]
+                prefix = ((logprob.exp() + 1) / 2).cumprod(0)
+                for slot in range(len(labels)):
+                    weight = math.exp(-slot / 4) if weights == "prefix_decay" else float(prefix[slot:].sum())
+                    total -= weight * float(logprob[slot])
+                    weight_sum += weight
+    assert terms.loss.item() == pytest.approx(total, rel=1e-3)
+    assert terms.weight.item() == pytest.approx(weight_sum, rel=1e-3)
+
+
+def test_the_target_s_distribution_is_taken_where_it_predicts_the_label(
+    start: Callable[..., Run], target: FrozenTarget, shape: DFlashConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row a + k - 1 of the target predicts the token at a + k; only slots with labels count."""
+    seen: dict[str, Tensor] = {}
+
+    def spy(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weigh: object, teacher: Tensor) -> None:
+        seen.update(labels=labels[valid], teacher=teacher[valid])
+
+    monkeypatch.setattr("redraft.retrain.dflash.strategy.block_loss", spy)
+    capture = FeatureCapture(target.target, shape.feature_layers)
+    tokens = random_tokens(30, 1)
+    greedy = target.target.logits(capture([tokens])[0].hidden).argmax(-1).tolist()
+    sample = make_sample([*tokens, greedy[-1]], [(20, 31)])
+    captured = capture([sample.token_ids])
+    start("run").strategy.loss([sample], captured, torch.Generator())
+    expected = F.rms_norm(captured[0].hidden, captured[0].hidden.shape[-1:], target.target.norm, 1e-5)
+    rows = {tuple(row.tolist()): position for position, row in enumerate(expected)}
+    for label, teacher in zip(seen["labels"].tolist(), seen["teacher"], strict=True):
+        position = min(rows.items(), key=lambda item: float((torch.tensor(item[0]) - teacher).abs().max()))[1]
+        assert sample.token_ids[position + 1] == label
+
+
+def test_a_pass_without_a_label_gives_every_parameter_a_zero_gradient(
+    start: Callable[..., Run], target: FrozenTarget, shape: DFlashConfig
+) -> None:
+    run = start("run")
+    sample = make_sample(random_tokens(12, 0), [(4, 5)])
+    capture = FeatureCapture(target.target, shape.feature_layers)
+    terms = run.strategy.loss([sample], capture([sample.token_ids]), torch.Generator())
+    torch.autograd.backward(terms.loss)
+    assert terms.loss.item() == terms.weight.item() == 0
+    for name, parameter in run.strategy.model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+def test_looping_answers_and_those_too_short_to_draft_in_are_not_learnt_from(start: Callable[..., Run]) -> None:
+    looping = make_sample(random_tokens(20, 0), [(4, 20)], id="looping", looping=True)
+    short = make_sample(random_tokens(20, 0), [(19, 20)], id="short")
+    run = start("run", samples=[looping, short, SAMPLES[0]])
+    run.trainer.run()
+    assert set(run.drawn) == {SAMPLES[0].id}
+    with pytest.raises(TrainingError, match="nothing can be learnt"):
+        start("none", samples=[looping, short])
+
+
+def test_every_epoch_draws_every_sample_once(start: Callable[..., Run]) -> None:
+    run = start("run", steps=5)
+    run.trainer.run()
+    epochs = [run.drawn[first : first + 5] for first in (0, 5, 10)]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(sample.id for sample in SAMPLES)] * 3
+
+
+def test_equal_seeds_train_equal_drafters(start: Callable[..., Run], tmp_path: Path) -> None:
+    runs = [start(name, seed=seed) for name, seed in (("a", 1), ("b", 1), ("c", 2))]
+    for run in runs:
+        run.trainer.run()
+    exported = [load(tmp_path / name / DRAFTER)[1] for name in ("a", "b", "c")]
+    assert all(torch.equal(value, exported[1][name]) for name, value in exported[0].items())
+    assert not torch.equal(exported[0]["fc.weight"], exported[2]["fc.weight"])
+
+
+def test_the_learning_rate_warms_up_and_ends_at_nothing() -> None:
+    shares = [cosine_with_warmup(step, 100, 10) for step in range(100)]
+    assert shares[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert max(shares) == shares[10] == 1
+    assert shares[10:] == sorted(shares[10:], reverse=True)
+    assert shares[55] == pytest.approx(0.5)
+    assert shares[-1] < 0.001
+
+
+def test_a_run_says_where_its_drafter_comes_from(
+    start: Callable[..., Run], target: FrozenTarget, tmp_path: Path
+) -> None:
+    start("run").trainer.run()
+    record = json.loads((tmp_path / "run" / "provenance.json").read_text())
+    assert record["target"] == target.identity
+    assert record["config"]["seed"] == RECIPE.seed
+    card = (tmp_path / "run" / DRAFTER / "README.md").read_text()
+    assert target.identity in card
+    assert "| learning rate | 0.01 |" in card
+    assert any((tmp_path / "run" / "tensorboard").iterdir())
+    last = log(tmp_path / "run")[-1]
+    assert last["step"] == 6
+    assert len(last["accepted_by_slot"]) == 3
+
+
+def test_a_recipe_is_strict_and_names_what_was_meant(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("step: 5\n")
+    with pytest.raises(TrainingError, match=r"no key step; did you mean steps\?"):
+        load_recipe(file)
+    file.write_text("steps: five\n")
+    with pytest.raises(TrainingError, match=r"steps: .*integer"):
+        load_recipe(file)
+    file.write_text("steps: 5\n")
+    assert load_recipe(file, steps=None, seed=3) == TrainConfig(steps=5, seed=3)
+    with pytest.raises(TrainingError, match="cannot be read"):
+        load_recipe(tmp_path / "none.yaml")
+
+
+def test_the_shipped_recipe_is_sound() -> None:
+    assert load_recipe(Path(__file__).parents[2] / "configs" / "dflash.yaml").layers == 3
