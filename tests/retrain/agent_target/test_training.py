@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from redraft.engine.checkpoints import identity, merge
 from redraft.retrain.agent_target import prepared as files
+from redraft.retrain.agent_target.__main__ import main
 from redraft.retrain.agent_target.lora import add_lora
 from redraft.retrain.agent_target.prepared import Example, Prepared
 from redraft.retrain.agent_target.recipe import Recipe
@@ -23,7 +24,7 @@ from redraft.retrain.data.errors import DataError
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
-RECIPE = Recipe(epochs=12, batch_tokens=64, learning_rate=3e-2, dropout=0.0)
+RECIPE = Recipe(epochs=12, batch_tokens=32, learning_rate=3e-2, dropout=0.0)
 SENTENCE = tuple(range(3, 27))
 
 
@@ -51,6 +52,7 @@ def _prepared(base: Path, recipe: Recipe = RECIPE) -> Prepared:
 
 @pytest.fixture(scope="module")
 def run(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    torch.set_num_threads(1)
     base = make_checkpoint(scale=0.1)
     adapter = tmp_path_factory.mktemp("adapter")
     prepared = _prepared(base)
@@ -61,7 +63,7 @@ def run(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathF
 def test_training_learns_what_is_supervised(run: Run) -> None:
     before, after = (run.facts[f"held_out_loss_{when}"]["bfcl-single"] for when in ("before", "after"))
     assert before > 4
-    assert after < 1
+    assert after < 0.5
     steps = [entry for entry in run.log if entry["event"] == "step"]
     assert steps[-1]["learning_rate"] < steps[0]["learning_rate"] + 1e-9 < RECIPE.learning_rate * 1.01
     assert run.facts["tokens"] == RECIPE.epochs * sum(len(example.ids) for example in run.prepared.train)
@@ -150,3 +152,25 @@ def test_a_prepared_file_comes_back_as_it_was(run: Run, tmp_path: Path) -> None:
     for file in ("data", "absent"):
         with pytest.raises(DataError, match=file):
             files.read(tmp_path / file)
+
+
+def test_the_commands_train_merge_and_say_what_is_wrong(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*arguments: object) -> list[str]:
+        monkeypatch.setattr("sys.argv", ["agent_target", *map(str, arguments)])
+        main()
+        return capsys.readouterr().out.splitlines()
+
+    data, adapter, merged = tmp_path / "data", tmp_path / "adapter", tmp_path / "merged"
+    run.prepared.write(data)
+    log = [json.loads(line) for line in call("train", data, adapter, "--base", run.base, "--set", "epochs=1")]
+    assert [entry["event"] for entry in log] == ["start", "step", "step", "epoch", "end"]
+    assert {file.name for file in adapter.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+    }
+    assert call("merge", run.base, adapter, merged) == [identity(merged)]
+    with pytest.raises(SystemExit, match=r"error: .*adapter_config\.json"):
+        call("merge", run.base, tmp_path, merged)
