@@ -105,6 +105,34 @@ def is_correct(answer: Answer, case: Case) -> bool:
     return True
 
 
+def shares(answered: Sequence[tuple[Case, str]]) -> dict[str, float | None]:
+    """Shares of some answers' texts, by what was asked: simple cases, other calls, or nothing to call."""
+    simple: list[tuple[Case, Answer]] = []
+    others: list[tuple[Case, Answer]] = []
+    abstaining: list[tuple[Case, Answer]] = []
+    for case, text in answered:
+        group = abstaining if not case.calls else simple if category_of(case.id) in SIMPLE else others
+        group.append((case, take_apart(text)))
+    return {
+        "simple_cases": len(simple),
+        "valid_call_share": _share(is_valid(answer, case.tools) for case, answer in simple),
+        "correct_call_share": _share(is_correct(answer, case) for case, answer in simple),
+        "other_cases": len(others),
+        "valid_call_share_other": _share(is_valid(answer, case.tools) for case, answer in others),
+        "correct_call_share_other": _share(is_correct(answer, case) for case, answer in others),
+        "irrelevant_cases": len(abstaining),
+        "no_call_share": _share(not answer.calls and not answer.is_malformed for _, answer in abstaining),
+    }
+
+
+def looping_share(looping: Iterable[tuple[Source, bool]]) -> dict[str, float | None]:
+    """Shares of answers that loop, to prompts as agents send them and to plain ones."""
+    by_kind: dict[bool, list[bool]] = {True: [], False: []}
+    for source, loops in looping:
+        by_kind[source in PLAIN_SOURCES].append(loops)
+    return {"looping_share_agent_prompts": _share(by_kind[False]), "looping_share_plain_prompts": _share(by_kind[True])}
+
+
 def _is_of(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
@@ -140,34 +168,6 @@ def _json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def shares(answered: Sequence[tuple[Case, str]]) -> dict[str, float | None]:
-    """Shares of some answers' texts, by what was asked: simple cases, other calls, or nothing to call."""
-    simple: list[tuple[Case, Answer]] = []
-    others: list[tuple[Case, Answer]] = []
-    abstaining: list[tuple[Case, Answer]] = []
-    for case, text in answered:
-        group = abstaining if not case.calls else simple if category_of(case.id) in SIMPLE else others
-        group.append((case, take_apart(text)))
-    return {
-        "simple_cases": len(simple),
-        "valid_call_share": _share(is_valid(answer, case.tools) for case, answer in simple),
-        "correct_call_share": _share(is_correct(answer, case) for case, answer in simple),
-        "other_cases": len(others),
-        "valid_call_share_other": _share(is_valid(answer, case.tools) for case, answer in others),
-        "correct_call_share_other": _share(is_correct(answer, case) for case, answer in others),
-        "irrelevant_cases": len(abstaining),
-        "no_call_share": _share(not answer.calls and not answer.is_malformed for _, answer in abstaining),
-    }
-
-
-def looping_share(looping: Iterable[tuple[Source, bool]]) -> dict[str, float | None]:
-    """Shares of answers that loop, to prompts as agents send them and to plain ones."""
-    by_kind: dict[bool, list[bool]] = {True: [], False: []}
-    for source, loops in looping:
-        by_kind[source in PLAIN_SOURCES].append(loops)
-    return {"looping_share_agent_prompts": _share(by_kind[False]), "looping_share_plain_prompts": _share(by_kind[True])}
 
 
 def _share(outcomes: Iterable[bool]) -> float | None:
