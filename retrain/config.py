@@ -41,7 +41,11 @@ class TrainConfig(BaseModel):
     pass_tokens: int = Field(
         1 << 17, ge=1, description="Padded context tokens of one pass; a step takes as many passes as it needs."
     )
-    cache_bytes: int = Field(1 << 30, ge=0, description="Budget for features kept from one epoch to the next.")
+    cache_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Budget for features kept between epochs; unset: half of a GPU's free memory, or 1 GiB.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of computation; weights are kept in fp32.")
     compile: bool = Field(False, description="Compile the drafter with torch.compile.")

@@ -117,3 +117,10 @@ class FeatureCache:
             captured = Captured(captured.features.clone(), captured.hidden.clone())
             self._kept[sample] = captured
         return captured
+
+
+def cache_budget(wanted: int | None, device: torch.device) -> int:
+    """Bytes for a `FeatureCache` on a device, where nobody named them: half of a GPU's free memory, or 1 GiB."""
+    if wanted is not None:
+        return wanted
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 30

@@ -14,7 +14,7 @@ from redraft.retrain.data.store import load_samples
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
-from redraft.retrain.features import FeatureCache, FeatureCapture
+from redraft.retrain.features import FeatureCache, FeatureCapture, cache_budget
 from redraft.retrain.frozen import FrozenTarget, pick_device
 from redraft.retrain.provenance import describe_data, provenance
 from redraft.retrain.trainer import STATE, Progress, Trainer, silent
@@ -55,7 +55,7 @@ def train(
         mask_token_id=config.mask_token_id,
     )
     capture = FeatureCapture(target.target, shape.feature_layers)
-    cache = FeatureCache(capture, config.cache_bytes, hidden=config.loss == "distribution")
+    cache = FeatureCache(capture, cache_budget(config.cache_bytes, device), hidden=config.loss == "distribution")
     strategy = DFlashStrategy(DFlashModel(shape, device, config.seed), target, config, record)
     trainer = Trainer(strategy, samples, cache, config, out, record)
     if resume:

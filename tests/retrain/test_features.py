@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.engine.drafters.dflash_checkpoint import spread_layers
+from redraft.engine.embedded.attention import Segment, attend, plan_attention
 from redraft.retrain import features
 from redraft.retrain.features import Captured, FeatureCache, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
@@ -98,3 +99,17 @@ def test_the_cache_keeps_what_fits_and_recomputes_the_rest(target: FrozenTarget)
             torch.testing.assert_close(found.features, capture([sequence])[0].features, rtol=1e-4, atol=1e-4)
             assert len(found.hidden) == 0
     assert asked == [40, 60, 20, 60]
+
+
+@pytest.mark.unit
+def test_whole_prompts_attend_alike_with_a_mask_and_with_what_cuda_gets_instead() -> None:
+    generator = torch.Generator().manual_seed(0)
+    kv = torch.randn(320, 4, 16, generator=generator)
+    q = torch.randn(171, 6, 16, generator=generator)
+    segments = [Segment(0, 70, 0, 0), Segment(70, 1, 128, 0), Segment(71, 100, 192, 0)]
+    masked, causal = (
+        plan_attention(segments, 3, invariant=False, dtype=q.dtype, device=torch.device(name))
+        for name in ("cpu", "cuda")
+    )
+    assert [tile.mask is None for tile in masked + causal] == [False] * 3 + [True] * 3
+    torch.testing.assert_close(attend(q, kv, causal), attend(q, kv, masked), rtol=1e-4, atol=1e-5)
