@@ -22,6 +22,7 @@ from redraft.retrain.data.responses import Response
 MAX_TOKENS = 320
 GREEDY = SamplingParams(temperature=0)
 TEMPERATURE, TOP_P = 0.7, 0.95
+ATTEMPTS = 5
 
 Answer = tuple[tuple[int, ...], FinishReason]
 
@@ -75,9 +76,7 @@ class SglangResponder:
         if sampling.mode == "sampled":
             parameters |= {"top_p": sampling.top_p, "sampling_seed": sampling.seed}
         try:
-            response = await self._client.post(
-                "/generate", json={"input_ids": prompt_ids, "sampling_params": parameters}
-            )
+            response = await self._post({"input_ids": prompt_ids, "sampling_params": parameters})
             response.raise_for_status()
             body = response.json()
             ids = list(body["output_ids"])
@@ -97,6 +96,15 @@ class SglangResponder:
         if reason == "stop" and isinstance(end, int) and ids[-1:] != [end]:
             ids.append(end)
         return tuple(ids), reason
+
+    async def _post(self, body: dict[str, Any]) -> httpx.Response:
+        """Ask again where a connection broke: a busy server closes idle ones just as they are taken up."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return await self._client.post("/generate", json=body)
+            except (httpx.ReadError, httpx.RemoteProtocolError):
+                continue
+        return await self._client.post("/generate", json=body)
 
     async def close(self) -> None:
         await self._client.aclose()
