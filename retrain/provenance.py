@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from redraft.retrain.config import TrainConfig
-from redraft.retrain.data.store import load_manifest
+from redraft.retrain.data.store import load_manifest, verify
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
@@ -28,16 +28,23 @@ class Provenance(Struct, frozen=True, kw_only=True):
 
 
 def describe_data(folder: Path) -> tuple[str, str | None]:
-    """Hash of the training data in ``folder``, and the identity of the target that answered; raises `DataError`."""
+    """Hash of the training data in ``folder``, and the identity of the target that answered.
+
+    Raises `DataError` if a file is not what its manifest says.
+    """
+    verify(folder)
     manifest = load_manifest(folder)
     content = msgspec.json.encode(sorted(manifest.sha256.items()))
     return hashlib.sha256(content).hexdigest(), manifest.target
 
 
-def provenance(config: TrainConfig, *, target: str, data: str, samples: int, tokens: int) -> Provenance:
+def provenance(
+    config: TrainConfig, *, target: str, data: str, samples: int, tokens: int, commit: str | None
+) -> Provenance:
+    """The record of the run that this process is; ``commit`` None asks git."""
     return Provenance(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        commit=_commit(),
+        commit=commit or _commit(),
         target=target,
         data=data,
         samples=samples,

@@ -33,6 +33,7 @@ def dflash(
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from the last saved state.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Which commit this is, for the record; else git is asked.")] = None,
 ) -> None:
     """Train a DFlash drafter; progress goes to standard error, the checkpoint's folder to standard output."""
     from redraft.retrain.config import load_recipe
@@ -40,7 +41,8 @@ def dflash(
     from redraft.retrain.trainer import DRAFTER
 
     with _bar() as progress:
-        train(data, out, load_recipe(config, steps=steps, seed=seed), model=model, resume=resume, progress=progress)
+        recipe = load_recipe(config, steps=steps, seed=seed)
+        train(data, out, recipe, model=model, resume=resume, commit=commit, progress=progress)
     print(out / DRAFTER)
 
 
@@ -86,3 +88,7 @@ def _bar() -> Iterator[Report]:
                 console.print(f"{step}/{steps} {text}", markup=False, highlight=False)
 
         yield progress
+
+
+if __name__ == "__main__":
+    app()

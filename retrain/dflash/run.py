@@ -23,7 +23,14 @@ TRAIN: tuple[Split, ...] = ("train",)
 
 
 def train(
-    data: Path, out: Path, config: TrainConfig, *, model: str, resume: bool = False, progress: Progress = silent
+    data: Path,
+    out: Path,
+    config: TrainConfig,
+    *,
+    model: str,
+    resume: bool = False,
+    commit: str | None = None,
+    progress: Progress = silent,
 ) -> None:
     """Train a drafter for the target ``model`` on ``data``'s train split; the checkpoint is ``out``/drafter.
 
@@ -46,6 +53,7 @@ def train(
         data=data_hash,
         samples=len(samples),
         tokens=sum(end - start for sample in samples for start, end in sample.spans),
+        commit=commit,
     )
     shape = DFlashConfig.for_target(
         target.target.config,

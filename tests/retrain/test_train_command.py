@@ -93,6 +93,7 @@ def test_a_drafter_is_trained_resumed_and_evaluated_from_the_command_line(
     recipe.write_text("sequences: 2\nlayers: 2\nblock_size: 4\nwarmup: 1\nsave_every: 2\nlog_every: 2\ndevice: cpu\n")
     run = tmp_path / "run"
     train = ("train", "dflash", "--data", data, "--out", run, "--model", checkpoint, "--config", recipe, "--steps", 4)
+    train += ("--commit", "c0ffee")
     code, out, err = redraft(*train)
     assert (code, out) == (0, f"{run / 'drafter'}\n"), err
     assert "4/4 loss" in err
@@ -101,6 +102,7 @@ def test_a_drafter_is_trained_resumed_and_evaluated_from_the_command_line(
     record = json.loads((run / "provenance.json").read_text())
     assert (record["samples"], record["tokens"]) == (4, 60)
     assert record["command"].startswith("redraft train dflash --data")
+    assert record["commit"] == "c0ffee"
     assert len(record["data"]) == 64
 
     code, _, err = redraft(*train)

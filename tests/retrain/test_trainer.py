@@ -15,6 +15,7 @@ from torch import Tensor
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, load
 from redraft.retrain.config import TrainConfig, load_recipe
 from redraft.retrain.data.sample import Sample
+from redraft.retrain.dflash.blocks import choose_blocks
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
@@ -213,6 +214,19 @@ def test_every_epoch_draws_every_sample_once(start: Callable[..., Run]) -> None:
     run.trainer.run()
     epochs = [run.drawn[first : first + 5] for first in (0, 5, 10)]
     assert [sorted(epoch) for epoch in epochs] == [sorted(sample.id for sample in SAMPLES)] * 3
+
+
+def test_every_step_draws_blocks_anew(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, ...]] = []
+
+    def spy(spans: Sequence[tuple[int, int]], count: int, generator: torch.Generator) -> Tensor:
+        blocks = choose_blocks(spans, count, generator)
+        drawn.append(tuple(blocks[:, 0].tolist()))
+        return blocks
+
+    monkeypatch.setattr("redraft.retrain.dflash.strategy.choose_blocks", spy)
+    start("run", samples=SAMPLES[-1:], sequences=1, blocks=3).trainer.run()
+    assert len(set(drawn)) == RECIPE.steps
 
 
 def test_equal_seeds_train_equal_drafters(start: Callable[..., Run], tmp_path: Path) -> None:
