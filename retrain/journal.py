@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +39,8 @@ class Journal:
 
 
 def _writer(folder: Path, step: int) -> Any:
-    if find_spec("tensorboard") is None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ModuleNotFoundError:
         return None
-    from torch.utils.tensorboard import SummaryWriter
-
     return SummaryWriter(str(folder), purge_step=step + 1)
