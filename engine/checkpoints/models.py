@@ -56,6 +56,12 @@ KNOWN_MODELS: dict[str, KnownModel | MergedModel] = {
         upstream="HuggingFaceTB/SmolLM2-135M-Instruct",
         licence="Apache-2.0",
     ),
+    "smollm2-135m-agent": MergedModel(
+        base="smollm2-135m",
+        identity="ef57dfaa99dd6ecf38bbb1de5ebbd8e21e147531b99cd97e38383f72452e93d4",
+        disk_bytes=750_000_000,
+        licence="Apache-2.0",
+    ),
 }
 
 
