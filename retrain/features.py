@@ -14,6 +14,7 @@ from torch import Tensor
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.cache import new_kv, pages
 from redraft.engine.embedded.model import Target
+from redraft.retrain.data.sample import Sample
 
 PASS_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 13}
 """Tokens of one pass; a longer sequence has a pass of its own."""
@@ -90,33 +91,50 @@ def _passes(sequences: Sequence[Sequence[int]], device: torch.device) -> Iterato
 
 
 class FeatureCache:
-    """Captured features by sample, kept on the target's device up to ``budget`` bytes, first come first kept.
+    """Captured features of samples, kept on the target's device up to ``budget`` bytes, first come first kept.
 
-    ``hidden`` says whether the last hidden states are kept too; without, they come back empty.
+    A prompt is kept once for all its answers. ``hidden`` says whether the last hidden states are kept too; without,
+    they come back empty.
     """
 
     def __init__(self, capture: Callable[[Sequence[Sequence[int]]], list[Captured]], budget: int, hidden: bool) -> None:
         self._capture = capture
         self._free = budget
         self._keeps_hidden = hidden
-        self._kept: dict[str, Captured] = {}
+        self._prompts: dict[tuple[int, ...], Captured] = {}
+        self._answers: dict[tuple[str, int], Captured] = {}
 
-    def __call__(self, ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Captured]:
-        missing = [index for index, sample in enumerate(ids) if sample not in self._kept]
-        found = dict(zip(missing, self._capture([sequences[index] for index in missing]), strict=True))
-        for index, captured in found.items():
-            found[index] = self._keep(ids[index], captured)
-        return [found[index] if index in found else self._kept[sample] for index, sample in enumerate(ids)]
+    def __call__(self, samples: Sequence[Sample], lengths: Sequence[int]) -> list[Captured]:
+        """What the target made of the first ``lengths`` tokens of each sample."""
+        prompts = [sample.token_ids[: sample.spans[0][0]] for sample in samples]
+        found = [self._find(*each) for each in zip(samples, lengths, prompts, strict=True)]
+        missing = [index for index, captured in enumerate(found) if captured is None]
+        captures = self._capture([samples[index].token_ids[: lengths[index]] for index in missing])
+        for index, captured in zip(missing, captures, strict=True):
+            found[index] = self._keep(samples[index], lengths[index], prompts[index], captured)
+        return [captured for captured in found if captured is not None]
 
-    def _keep(self, sample: str, captured: Captured) -> Captured:
+    def _find(self, sample: Sample, length: int, prompt: tuple[int, ...]) -> Captured | None:
+        before, after = self._prompts.get(prompt), self._answers.get((sample.id, length))
+        return None if before is None or after is None else Captured(*map(torch.cat, zip(before, after, strict=True)))
+
+    def _keep(self, sample: Sample, length: int, prompt: tuple[int, ...], captured: Captured) -> Captured:
         if not self._keeps_hidden:
             captured = Captured(captured.features, captured.hidden[:0])
-        size = captured.features.nbytes + captured.hidden.nbytes
-        if size <= self._free:
-            self._free -= size
-            captured = Captured(captured.features.clone(), captured.hidden.clone())
-            self._kept[sample] = captured
+        before = Captured(*(rows[: len(prompt)] for rows in captured))
+        after = Captured(*(rows[len(prompt) :] for rows in captured))
+        if prompt not in self._prompts and self._fits(before):
+            self._prompts[prompt] = Captured(*(rows.clone() for rows in before))
+        if prompt in self._prompts and self._fits(after):
+            self._answers[sample.id, length] = Captured(*(rows.clone() for rows in after))
         return captured
+
+    def _fits(self, captured: Captured) -> bool:
+        size = sum(rows.nbytes for rows in captured)
+        if size > self._free:
+            return False
+        self._free -= size
+        return True
 
 
 def cache_budget(wanted: int | None, device: torch.device) -> int:

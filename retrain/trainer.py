@@ -62,7 +62,7 @@ def silent(step: int, steps: int, text: str) -> None:
 
 
 class Trainer:
-    """One run in ``folder``; ``capture`` takes ids and token sequences and gives the target's features.
+    """One run in ``folder``; ``capture`` gives the target's features of the first tokens of samples.
 
     Raises `TrainingError` if there is nothing to learn from.
     """
@@ -71,7 +71,7 @@ class Trainer:
         self,
         strategy: Strategy,
         samples: Sequence[Sample],
-        capture: Callable[[Sequence[str], Sequence[Sequence[int]]], list[Captured]],
+        capture: Callable[[Sequence[Sample], Sequence[int]], list[Captured]],
         config: TrainConfig,
         folder: Path,
         record: Provenance,
@@ -174,8 +174,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(_mix(config.seed, self.step, 1))
         total: LossTerms | None = None
         for samples in self._passes(self._draw(self.step)):
-            sequences = [sample.token_ids[: self._strategy.length(sample)] for sample in samples]
-            captured = self._capture([sample.id for sample in samples], sequences)
+            captured = self._capture(samples, [self._strategy.length(sample) for sample in samples])
             terms = self._strategy.loss(samples, captured, generator)
             torch.autograd.backward(terms.loss)
             terms = LossTerms(*(term.detach() for term in terms))

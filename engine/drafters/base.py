@@ -29,12 +29,14 @@ class DraftSequence:
     """One sequence as a drafter sees it: committed tokens only, and never those of another.
 
     ``tokens`` are prompt and answer so far; the last is the block start, and positions ``window_start`` to just before
-    it have draft K/V in arena slots from ``slot + window_start``. At most ``length`` tokens are wanted.
+    it have draft K/V in arena slots from ``slot + window_start``. At most ``length`` tokens are wanted; the sequence
+    owns ``room`` slots from the block start on.
     """
 
     tokens: Sequence[int]
     length: int
     slot: int = 0
+    room: int = 0
     window_start: int = 0
     index: SuffixIndex = field(default_factory=SuffixIndex)
     sampling: SamplingParams = GREEDY

@@ -2,7 +2,8 @@
 
 Every target row's features are projected once, when they exist, and kept as draft K/V only. A block of B rows is the
 last committed token (whose features do not exist yet) and B-1 mask tokens; its rows see all draft K/V before the block
-start and each other, and row k proposes the token at the block start's position + k.
+start and each other, and row k proposes the token at the block start's position + k. Blocks are whole however few of
+their tokens are wanted, as they were in training; only at the end of a sequence's room are they shorter.
 
 Source: z-lab's DFlash (github.com/z-lab/dflash, ``dflash/model.py``), in SGLang's ``DFlashDraftModel`` format.
 """
@@ -107,11 +108,13 @@ class DFlashDrafter:
         positions: list[int] = []
         slots: list[int] = []
         segments: list[Segment] = []
+        lengths: list[int] = []
         drafted: list[int] = []
         for sequence in sequences:
-            start, rows = len(sequence.tokens) - 1, min(sequence.length + 1, self.block_size)
+            start, rows = len(sequence.tokens) - 1, min(sequence.room, self.block_size)
             segments.append(Segment(len(tokens), rows, sequence.slot, start))
-            drafted.extend(range(len(tokens) + 1, len(tokens) + rows))
+            lengths.append(min(sequence.length, rows - 1))
+            drafted.extend(range(len(tokens) + 1, len(tokens) + 1 + lengths[-1]))
             tokens += [sequence.tokens[-1], *[mask_token] * (rows - 1)]
             positions += range(start, start + rows)
             slots += range(sequence.slot + start, sequence.slot + start + rows)
@@ -126,25 +129,25 @@ class DFlashDrafter:
         best, chosen = logits.max(-1)
         sampled = [sequence.sampling.mode == "sampled" for sequence in sequences]
         if any(sampled):
-            chosen = self._coupled(sequences, segments, logits, chosen)
+            chosen = self._coupled(sequences, lengths, logits, chosen)
             best = logits.gather(-1, chosen[:, None])[:, 0]
         probabilities = (best - logits.logsumexp(-1)).exp()
         proposals, ids, probs = [], chosen.tolist(), probabilities.tolist()
         first = 0
-        for segment in segments:
-            end = first + segment.rows - 1
+        for length in lengths:
+            end = first + length
             proposals.append(Proposal(tuple(ids[first:end]), draft_prob=tuple(probs[first:end])))
             first = end
         return proposals
 
     def _coupled(
-        self, sequences: Sequence[DraftSequence], segments: Sequence[Segment], logits: Tensor, greedy: Tensor
+        self, sequences: Sequence[DraftSequence], lengths: Sequence[int], logits: Tensor, greedy: Tensor
     ) -> Tensor:
         """Tokens under the noise that the target will choose with; filters and penalties are left to the target."""
         chosen = greedy.clone()
         row = 0
-        for sequence, segment in zip(sequences, segments, strict=True):
-            for position in range(segment.position + 1, segment.position + segment.rows):
+        for sequence, length in zip(sequences, lengths, strict=True):
+            for position in range(len(sequence.tokens), len(sequence.tokens) + length):
                 if sequence.sampling.mode == "sampled":
                     key = noise_key(sequence.seed, sequence.choice, position)
                     noise = gumbel(key, logits.shape[-1], logits.device)

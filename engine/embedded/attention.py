@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every prompt is one
+
 KEY_BLOCK = 64
 QUERY_BLOCK = 4
 
@@ -97,6 +99,8 @@ def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
 
     The first half of kv's heads are keys, the second half values.
     """
+    if all(tile.causal for tile in tiles):
+        return torch.cat([_attend_causal(q, kv, tile) for tile in tiles])
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[1] // 2
     group = heads // kv_heads
@@ -104,7 +108,8 @@ def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
     outputs = []
     for tile in tiles:
         if tile.causal:
-            outputs.append(_attend_causal(q[tile.row : tile.row + tile.rows], kv[tile.slot : tile.slot + tile.keys]))
+            output = _attend_causal(q, kv, tile).view(tile.rows, kv_heads, group, head_dim).transpose(0, 1)
+            outputs.append(output.reshape(kv_heads, tile.rows * group, head_dim))
             continue
         first, count = tile.row * group, tile.rows * group
         query = grouped[:, first : first + count]
@@ -118,16 +123,15 @@ def attend(q: Tensor, kv: Tensor, tiles: Sequence[Tile]) -> Tensor:
     return joined.reshape(kv_heads, rows, group, head_dim).transpose(0, 1).reshape(rows, heads * head_dim)
 
 
-def _attend_causal(q: Tensor, kv: Tensor) -> Tensor:
-    """Output [kv_heads, rows * group, head_dim] of rows that are all there is of a request."""
-    rows, heads, head_dim = q.shape
+def _attend_causal(q: Tensor, kv: Tensor, tile: Tile) -> Tensor:
+    """Output [rows, heads * head_dim] of rows that are all there is of a request."""
     kv_heads = kv.shape[1] // 2
-    keys_values = kv.transpose(0, 1)[None]
+    query = q[tile.row : tile.row + tile.rows].transpose(0, 1)[None]
+    keys_values = kv[tile.slot : tile.slot + tile.keys].transpose(0, 1)[None]
     output = F.scaled_dot_product_attention(
-        q.transpose(0, 1)[None], keys_values[:, :kv_heads], keys_values[:, kv_heads:], is_causal=True, enable_gqa=True
+        query, keys_values[:, :kv_heads], keys_values[:, kv_heads:], is_causal=True, enable_gqa=True
     )
-    grouped = output.view(kv_heads, heads // kv_heads, rows, head_dim).transpose(1, 2)
-    return grouped.reshape(kv_heads, rows * heads // kv_heads, head_dim)
+    return output[0].transpose(0, 1).reshape(tile.rows, -1)
 
 
 def _padded(queries: int) -> int:

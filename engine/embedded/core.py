@@ -332,6 +332,7 @@ class EngineCore:
             tokens=sequence.tokens,
             length=min(self.block_size, sequence.stop.remaining) - 1,
             slot=sequence.kv.start,
+            room=sequence.kv.capacity - sequence.kv.length,
             window_start=sequence.kv.draft_start,
             index=sequence.index,
             sampling=sequence.request.sampling,

@@ -10,7 +10,9 @@ where DATA is a folder of ``redraft data generate``. One JSON object goes to sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams
 from redraft.ops.bench.report import envelope, present_commit, progress
 from redraft.retrain.data.store import load_samples
 
+START_SECONDS = 300
 METHOD = (
     "Greedy answers to prompts of the test split whose recorded answer does not loop, one at a time in SGLang and in "
     "the embedded engine on the same device, the same block size. tau is committed tokens over verify steps, pooled, "
@@ -39,16 +42,18 @@ def main() -> None:
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--block-size", type=int, default=16, help="the one that SGLang was started with")
     arguments = parser.parse_args()
     commit = present_commit()
     samples = [s for s in load_samples(arguments.data, splits=("test",)) if s.greedy and not s.looping]
     chosen = samples[:: max(1, len(samples) // arguments.prompts)][: arguments.prompts]
     prompts = [sample.token_ids[: sample.spans[0][0]] for sample in chosen]
-    progress(f"{len(prompts)} prompts through SGLang")
-    theirs, their_answers = _sglang(arguments.url, prompts, arguments.max_tokens)
-    progress("the same through the embedded engine")
-    config = EngineConfig(model=arguments.model, drafter=arguments.drafter)
+    progress(f"{len(prompts)} prompts through the embedded engine")
+    config = EngineConfig(model=arguments.model, drafter=arguments.drafter, block_size=arguments.block_size)
     ours, our_answers = _embedded(config, prompts, arguments.max_tokens)
+    progress("the same through SGLang")
+    _wait_for(arguments.url)
+    theirs, their_answers = _sglang(arguments.url, prompts, arguments.max_tokens)
     assert ours.tau and theirs.tau
     metrics = {
         "tau_embedded": ours.tau,
@@ -61,6 +66,15 @@ def main() -> None:
         for name, accept in (("embedded", ours), ("sglang", theirs))
     ]
     print(json.dumps(envelope("sglang_parity", METHOD, commit, metrics, table) | {"device": _device()}))
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(START_SECONDS):
+        with contextlib.suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health").is_success:
+                return
+        time.sleep(1)
+    raise SystemExit(f"{url} does not become healthy")
 
 
 def _sglang(

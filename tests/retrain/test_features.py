@@ -14,7 +14,7 @@ from redraft.retrain import features
 from redraft.retrain.features import Captured, FeatureCache, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
 
-from .conftest import CPU, random_tokens
+from .conftest import CPU, make_sample, random_tokens
 
 
 def hidden_states(folder: Path, tokens: Sequence[int]) -> tuple[Tensor, ...]:
@@ -51,14 +51,14 @@ def test_captured_features_are_what_leaves_the_layers_in_a_plain_forward(checkpo
 
 
 @pytest.mark.integration
-def test_features_of_the_default_target_are_those_of_a_plain_forward(smollm2: Path) -> None:
+def test_features_of_the_default_target_are_those_of_a_plain_forward(default_target: Path) -> None:
     from redraft.engine.chat.tokenizer import Tokenizer
 
     text = (
         "An agent books flights: it looks up the reservation, calls the airline's tools, and answers in plain words. "
     )
-    tokens = Tokenizer.from_folder(smollm2).encode(text * 8)
-    check_against_plain_forward(smollm2, torch.bfloat16, [tokens, tokens[5:40]])
+    tokens = Tokenizer.from_folder(default_target).encode(text * 8)
+    check_against_plain_forward(default_target, torch.float32, [tokens, tokens[5:40]])
 
 
 @pytest.mark.unit
@@ -91,14 +91,36 @@ def test_the_cache_keeps_what_fits_and_recomputes_the_rest(target: FrozenTarget)
         asked.extend(map(len, sequences))
         return capture(sequences)
 
-    sequences = [random_tokens(length, length) for length in (40, 60, 20)]
+    samples = [make_sample(random_tokens(length, length), [(10, length)], id=str(length)) for length in (40, 60, 20)]
+    lengths = [len(sample.token_ids) for sample in samples]
     size = 40 * 2 * target.target.config.hidden * 4
-    cache = FeatureCache(counting, budget=size * 3 // 2, hidden=False)
+    cache = FeatureCache(counting, budget=size * 7 // 4, hidden=False)
     for _ in range(2):
-        for found, sequence in zip(cache(["a", "b", "c"], sequences), sequences, strict=True):
-            torch.testing.assert_close(found.features, capture([sequence])[0].features, rtol=1e-4, atol=1e-4)
+        for found, sample in zip(cache(samples, lengths), samples, strict=True):
+            torch.testing.assert_close(found.features, capture([sample.token_ids])[0].features, rtol=1e-4, atol=1e-4)
             assert len(found.hidden) == 0
     assert asked == [40, 60, 20, 60]
+
+
+@pytest.mark.unit
+def test_the_cache_keeps_a_prompt_once_for_all_its_answers(target: FrozenTarget) -> None:
+    capture = FeatureCapture(target.target, (1, 4))
+    prompt = random_tokens(50, 1)
+    samples = [make_sample([*prompt, *random_tokens(10, seed)], [(50, 60)], id=str(seed)) for seed in (2, 3)]
+    row = 3 * target.target.config.hidden * 4
+    asked: list[int] = []
+
+    def counting(sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        asked.extend(map(len, sequences))
+        return capture(sequences)
+
+    cache = FeatureCache(counting, budget=row * (50 + 10 + 10), hidden=True)
+    for _ in range(2):
+        for found, sample in zip(cache(samples, [60, 60]), samples, strict=True):
+            (expected,) = capture([sample.token_ids])
+            torch.testing.assert_close(found.features, expected.features, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
+    assert asked == [60, 60]
 
 
 @pytest.mark.unit

@@ -60,12 +60,13 @@ def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable
         capture = FeatureCapture(target.target, shape.feature_layers)
         drawn: list[str] = []
 
-        def captured(ids: Sequence[str], sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        def captured(samples: Sequence[Sample], lengths: Sequence[int]) -> list[Captured]:
             step = len(drawn) // config.sequences
-            drawn.extend(ids)
+            drawn.extend(sample.id for sample in samples)
             if step == crash:
                 raise InterruptedError
             factor = math.nan if step in spoil else 1.0
+            sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
             return [Captured(each.features * factor, each.hidden) for each in capture(sequences)]
 
         return Run(Trainer(strategy, samples, captured, config, tmp_path / name, record), strategy, drawn)

@@ -54,7 +54,8 @@ def test_proposals_are_those_of_the_serving_drafter_of_the_same_checkpoint(
     for start, expected in zip(starts, found, strict=True):
         positions = torch.arange(start)
         serving.materialise(features[:start], positions, positions)
-        (proposal,) = serving.propose([DraftSequence(tokens[: start + 1].tolist(), drafter.config.block_size - 1)])
+        size = drafter.config.block_size
+        (proposal,) = serving.propose([DraftSequence(tokens[: start + 1].tolist(), size - 1, room=size)])
         assert list(proposal.tokens) == expected
 
 
