@@ -60,23 +60,29 @@ class EngineResponder:
 
 
 class SglangResponder:
-    """An SGLang server's `/generate` (as of 0.5.17); close it after use."""
+    """An SGLang server's `/generate` (as of 0.5.17); close it after use.
+
+    Every request at a time has a client of its own: one pool would search its connections for each request, and with
+    hundreds of them that takes longer than the answer.
+    """
 
     def __init__(self, url: str, concurrency: int = 512) -> None:
         self.concurrency = concurrency
         self._url = url.rstrip("/")
-        self._client = httpx.AsyncClient(
-            base_url=self._url,
-            timeout=httpx.Timeout(None, connect=10),
-            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
-        )
+        certificates = httpx.create_ssl_context()
+        self._clients = [
+            httpx.AsyncClient(base_url=self._url, timeout=httpx.Timeout(None, connect=10), verify=certificates)
+            for _ in range(concurrency)
+        ]
+        self._idle = list(self._clients)
 
     async def respond(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Answer:
         parameters: dict[str, Any] = {"temperature": sampling.temperature, "max_new_tokens": max_tokens}
         if sampling.mode == "sampled":
             parameters |= {"top_p": sampling.top_p, "sampling_seed": sampling.seed}
+        client = self._idle.pop()
         try:
-            response = await self._post({"input_ids": prompt_ids, "sampling_params": parameters})
+            response = await _post(client, {"input_ids": prompt_ids, "sampling_params": parameters})
             response.raise_for_status()
             body = response.json()
             ids = list(body["output_ids"])
@@ -89,6 +95,8 @@ class SglangResponder:
             raise DataError(f"{self._url} does not answer ({type(error).__name__}: {error})") from error
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{self._url} does not answer as SGLang 0.5.17 does: {response.text[:200]}") from error
+        finally:
+            self._idle.append(client)
         reason: FinishReason = (
             "stop" if finish["type"] == "stop" else "length" if finish["type"] == "length" else "abort"
         )
@@ -97,17 +105,19 @@ class SglangResponder:
             ids.append(end)
         return tuple(ids), reason
 
-    async def _post(self, body: dict[str, Any]) -> httpx.Response:
-        """Ask again where a connection broke: a busy server closes idle ones just as they are taken up."""
-        for _ in range(ATTEMPTS - 1):
-            try:
-                return await self._client.post("/generate", json=body)
-            except (httpx.ReadError, httpx.RemoteProtocolError):
-                continue
-        return await self._client.post("/generate", json=body)
-
     async def close(self) -> None:
-        await self._client.aclose()
+        for client in self._clients:
+            await client.aclose()
+
+
+async def _post(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
+    """Ask again where a connection broke: a busy server closes idle ones just as they are taken up."""
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return await client.post("/generate", json=body)
+        except (httpx.ReadError, httpx.RemoteProtocolError):
+            continue
+    return await client.post("/generate", json=body)
 
 
 def samplings(prompt: str, sampled: int) -> list[SamplingParams]:

@@ -201,14 +201,20 @@ def test_damage_is_named(folder: Path) -> None:
 
 
 @contextmanager
-def sglang_server(reply: Callable[[dict[str, Any]], tuple[int, Any]]) -> Iterator[str]:
+def sglang_server(reply: Callable[[dict[str, Any]], tuple[int, Any] | None]) -> Iterator[str]:
+    """A server of canned replies; None hangs up without one."""
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
             assert self.path == "/generate"
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            status, answer = reply(body)
+            found = reply(body)
+            if found is None:
+                self.close_connection = True
+                return
+            status, answer = found
             content = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
@@ -237,6 +243,22 @@ def ask(url: str, sampling: SamplingParams) -> Answer:
             await responder.close()
 
     return asyncio.run(answered())
+
+
+@pytest.mark.parametrize(("hang_ups", "answered"), [(1, True), (4, True), (5, False)])
+def test_sglang_is_asked_again_when_it_hangs_up(hang_ups: int, answered: bool) -> None:
+    asked = iter(range(100))
+
+    def reply(body: dict[str, Any]) -> tuple[int, Any] | None:
+        meta = {"finish_reason": {"type": "length", "length": 1}}
+        return None if next(asked) < hang_ups else (200, {"output_ids": [5], "meta_info": meta})
+
+    with sglang_server(reply) as url:
+        if answered:
+            assert ask(url, GREEDY) == ((5,), "length")
+        else:
+            with pytest.raises(DataError, match="does not answer"):
+                ask(url, GREEDY)
 
 
 def test_sglang_is_asked_with_ids_and_answers_with_ids() -> None:
