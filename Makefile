@@ -23,6 +23,7 @@ down: setup
 
 test: setup
 	$(BIN)/redraft models pull smollm2-135m
+	$(BIN)/redraft models pull smollm2-135m-agent
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: setup

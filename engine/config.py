@@ -7,13 +7,15 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from redraft.engine.checkpoints.models import DEFAULT_MODEL
+
 
 class EngineConfig(BaseModel):
     """Settings of the embedded engine; sizes in bytes, counts in requests or tokens."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    model: str = Field("smollm2-135m", description="A pulled model's name, a Hugging Face id, or a local folder.")
+    model: str = Field(DEFAULT_MODEL, description="A pulled model's name, a Hugging Face id, or a local folder.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the target runs.")
     threads: int = Field(0, ge=0, description="CPU threads; 0 takes every core this process may use.")
     lossless: Literal["auto", "invariant", "tolerant"] = Field(

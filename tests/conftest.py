@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from redraft.engine.checkpoints import resolve
+from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,6 +79,6 @@ def tiny_checkpoint(make_checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
-    """The pulled default target; `make test` fetches it."""
-    return resolve("smollm2-135m")
+def default_target() -> Path:
+    """Where the default target was pulled to; `make test` fetches it."""
+    return resolve(DEFAULT_MODEL)

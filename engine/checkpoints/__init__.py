@@ -11,12 +11,13 @@ from redraft.engine.checkpoints.checkpoint import (
 )
 from redraft.engine.checkpoints.errors import AdapterError, CheckpointError, ModelNotFoundError, PullError
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.checkpoints.models import ModelEntry, list_models, models_dir, resolve, served_name
+from redraft.engine.checkpoints.models import DEFAULT_MODEL, ModelEntry, list_models, models_dir, resolve, served_name
 from redraft.engine.checkpoints.pull import pull
 from redraft.engine.checkpoints.safetensors_file import TensorEntry
 from redraft.engine.checkpoints.transfer import Progress
 
 __all__ = [
+    "DEFAULT_MODEL",
     "AdapterError",
     "CheckpointError",
     "Llama3RopeScaling",

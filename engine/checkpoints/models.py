@@ -11,6 +11,7 @@ from redraft.engine.checkpoints.hub import hub_snapshot, is_hub_id
 
 MANIFEST = "redraft.json"
 ADAPTERS = Path(__file__).with_name("adapters")
+DEFAULT_MODEL = "smollm2-135m-agent"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def resolve(model: str, *, cache: Path | None = None) -> Path:
         return snapshot
     raise ModelNotFoundError(
         f"There is no model {model!r}: it is no folder here, no Hugging Face id (org/name) and no known name "
-        f"({', '.join(KNOWN_MODELS)}). To fetch one: redraft models pull {next(iter(KNOWN_MODELS))}"
+        f"({', '.join(KNOWN_MODELS)}). To fetch one: redraft models pull {DEFAULT_MODEL}"
     )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.chat.messages import Message
-from redraft.engine.checkpoints import resolve
+from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.attention import Segment
@@ -37,13 +37,13 @@ from redraft.ops.bench.deployment import running
 from redraft.ops.bench.report import envelope, present_commit, progress
 from redraft.retrain.data.sources.bfcl import AgentSession, sessions
 
-MODEL = "smollm2-135m"
 GREEDY = SamplingParams(temperature=0)
 VERIFY_ROWS = 8
 MAX_PROMPT_TOKENS = 2048
 METHOD = (
-    "Default target, bf16, CPU, every core. Each figure is a ratio of measurements interleaved in one run, taken pair "
-    "by pair; the median pair is reported, and the table holds the pairs. Prompts are BFCL multi-turn scenarios with "
+    f"{DEFAULT_MODEL}, bf16, CPU, every core. "
+    "Each figure is a ratio of measurements interleaved in one run, taken pair by pair; the median pair is reported, "
+    "and the table holds the pairs. Prompts are BFCL multi-turn scenarios with "
     "their tools; both sides of a pair have the same prompt and no pair reuses another's prefix. Tokens per second "
     "are new tokens over wall time, prefill included; decode figures leave out the time to the first token of the "
     "last request. Answers against Hugging Face are greedy and of fixed length. n-gram is compared on whole greedy "
@@ -77,14 +77,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 async def _run(quick: bool) -> dict[str, Any]:
     commit = present_commit()
-    folder = resolve(MODEL)
+    folder = resolve(DEFAULT_MODEL)
     chat = ChatEncoder.from_folder(folder)
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     progress("invariant against tolerant")
     metrics["invariant_cost"] = _invariant_cost(folder, table, rounds=10 if quick else 40)
     reference = HuggingFace(folder)
-    async with running(EngineConfig(model=MODEL)) as (engine, url):
+    async with running(EngineConfig()) as (engine, url):
         prompts = [p for session in sessions() if len(p := _prompt(chat, session)) <= MAX_PROMPT_TOKENS]
         await _against_hugging_face(engine, reference, prompts, metrics, table, quick)
         await _ngram(engine, prompts, metrics, table, answers=8 if quick else 40)
@@ -242,7 +242,7 @@ async def _gateway(
     reader, writer = await asyncio.open_connection(host, int(port))
 
     async def over_http(max_tokens: int) -> float:
-        body = {"model": MODEL, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+        body = {"model": DEFAULT_MODEL, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
         content = json.dumps(body | {"messages": [{"role": "user", "content": prompt}]}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(content)}\r\n\r\n"
         started = time.perf_counter()

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft.engine.checkpoints import identity, resolve
+from redraft.engine.checkpoints import DEFAULT_MODEL, identity, resolve
 from redraft.engine.config import EngineConfig
 from redraft.ops.bench.report import present_commit
 from redraft.ops.errors import CliError, UsageError
@@ -32,7 +32,7 @@ Out = Annotated[Path, typer.Argument(help="The folder to write; an unfinished on
 def generate(
     out: Out,
     model: Annotated[str, typer.Option(help="The target: a pulled model's name, a Hugging Face id, or a folder.")] = (
-        "smollm2-135m"
+        DEFAULT_MODEL
     ),
     source: Annotated[
         list[str] | None, typer.Option(help=f"Take only this source, of {', '.join(SOURCE_NAMES)}; may be repeated.")

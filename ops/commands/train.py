@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from redraft.engine.checkpoints import DEFAULT_MODEL
 from redraft.retrain.data.splits import Split
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ Data = Annotated[Path, typer.Option(help="Folder of training data, as `redraft d
 def dflash(
     data: Data,
     out: Annotated[Path, typer.Option(help="The run's folder: log, state to resume from, and drafter/.")],
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="A recipe, e.g. configs/dflash.yaml.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
@@ -51,7 +52,7 @@ def evaluate_run(
     run: Annotated[Path, typer.Argument(help="A run's folder, or a checkpoint's.")],
     data: Data,
     split: Annotated[Split, typer.Option(help="Which split.")] = "calibrate",
-    model: Model = "smollm2-135m",
+    model: Model = DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array alone on standard output.")] = False,
 ) -> None:
     """Replay recorded greedy answers through a drafter and the n-gram floor; looping ones are counted apart."""

@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.chat.messages import Message, Tool
+from redraft.engine.checkpoints import DEFAULT_MODEL
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded import server
 from redraft.ops.bench.deployment import running
@@ -23,7 +24,6 @@ from redraft.retrain.data.sources.bfcl import AgentSession, sessions
 
 pytestmark = pytest.mark.integration
 
-MODEL = "smollm2-135m"
 AT_ONCE = 8
 TURNS = 2
 GREEDY = {"temperature": 0.0}
@@ -77,7 +77,7 @@ async def play(
 
 async def ask(client: AsyncOpenAI, messages: list[Any], tools: Sequence[Tool], variant: Variant) -> Turn:
     arguments: dict[str, Any] = {
-        "model": MODEL,
+        "model": DEFAULT_MODEL,
         "messages": messages,
         "tools": [{"type": "function", "function": msgspec.to_builtins(tool)} for tool in tools],
         "max_tokens": 40,
@@ -141,14 +141,14 @@ def short_scenarios(folder: Path, count: int) -> list[AgentSession]:
 
 
 @pytest.fixture(scope="module")
-def deployment(smollm2: Path) -> Iterator[str]:
+def deployment(default_target: Path) -> Iterator[str]:
     with deployed(server.main) as url:
         yield url
 
 
 @contextmanager
 def deployed(engine_main: Any) -> Iterator[str]:
-    config = EngineConfig(model=MODEL)
+    config = EngineConfig()
     with asyncio.Runner() as runner:
         context = running(config, engine_main)
         _, url = runner.run(context.__aenter__())
@@ -160,9 +160,9 @@ def deployed(engine_main: Any) -> Iterator[str]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_twenty_agent_sessions_answer_the_same_with_and_without_speculation_streamed_and_not(
-    deployment: str, smollm2: Path, sampling: dict[str, Any]
+    deployment: str, default_target: Path, sampling: dict[str, Any]
 ) -> None:
-    scenarios = short_scenarios(smollm2, 20)
+    scenarios = short_scenarios(default_target, 20)
     assert len(scenarios) == 20
     plain = asyncio.run(play(deployment, scenarios, Variant(sampling, speculation=False)))
     assert all(t.verified == 0 and t.completion_tokens > 0 for turns in plain for t in turns)
@@ -180,11 +180,11 @@ def test_twenty_agent_sessions_answer_the_same_with_and_without_speculation_stre
     ids=["sampler", "acceptance"],
 )
 def test_a_planted_fault_is_caught_by_the_same_comparison(
-    smollm2: Path, monkeypatch: pytest.MonkeyPatch, fault: str, sampling: dict[str, Any]
+    default_target: Path, monkeypatch: pytest.MonkeyPatch, fault: str, sampling: dict[str, Any]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     faults = importlib.import_module("planted_faults")
-    scenarios = short_scenarios(smollm2, 3)
+    scenarios = short_scenarios(default_target, 3)
     with deployed(getattr(faults, fault)) as url:
         plain = asyncio.run(play(url, scenarios, Variant(sampling, speculation=False)))
         drafted = asyncio.run(play(url, scenarios, Variant(sampling), plain))

@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from redraft.engine.checkpoints import identity
+from redraft.engine.checkpoints import DEFAULT_MODEL, identity
+from redraft.engine.checkpoints.models import KNOWN_MODELS, MergedModel
 from redraft.ops import cli
 from redraft.ops.commands import bench, doctor, options
 from redraft.ops.config import load_config
@@ -213,12 +214,16 @@ def test_a_fault_of_ours_is_one_message_unless_the_traceback_is_asked_for(
 def test_a_model_that_is_not_here_is_named_with_the_command_that_fetches_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert redraft(monkeypatch, "models", "show", "smollm2-135m") == 1
-    assert "redraft models pull smollm2-135m" in capsys.readouterr().err
+    assert redraft(monkeypatch, "models", "show") == 1
+    assert f"redraft models pull {DEFAULT_MODEL}\n" in capsys.readouterr().err
     assert redraft(monkeypatch, "models", "pull", "no such model") == 1
-    assert "no model 'no such model'" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "no model 'no such model'" in error
+    assert f"redraft models pull {DEFAULT_MODEL}\n" in error
     assert redraft(monkeypatch, "models", "ls") == 0
-    assert re.search(r"smollm2-135m .*Apache-2.0.*not here", capsys.readouterr().out)
+    listed = capsys.readouterr().out
+    for name in (DEFAULT_MODEL, "smollm2-135m"):
+        assert re.search(rf"^{name} .*Apache-2.0.*not here", listed, re.MULTILINE)
 
 
 def test_a_benchmark_prints_one_json_object_alone_and_an_unknown_one_names_the_known(
@@ -242,7 +247,7 @@ def test_doctor_names_what_is_wrong_and_how_to_mend_it(
     monkeypatch.setenv("REDRAFT_GATEWAY__PORT", str(taken_port))
     assert redraft(monkeypatch, "doctor") == 1
     out = capsys.readouterr().out
-    assert re.search(r"fail  model smollm2-135m\n +Model .*redraft models pull", out)
+    assert re.search(rf"fail  model {DEFAULT_MODEL}\n +Model .*redraft models pull", out)
     assert re.search(r"fail  127\.0\.0\.1:\d+ cannot be listened on\n +Port .*gateway\.port", out)
     failures = [finding for finding in doctor.check(None) if finding.level == "fail"]
     assert all(finding.mend for finding in failures)
@@ -261,13 +266,19 @@ def test_doctor_says_that_a_machine_without_proc_needs_it(
 def test_doctor_notices_weights_that_are_not_what_was_pulled(
     home: Path, make_checkpoint: Callable[[], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = home / "cache" / "redraft" / "models" / "smollm2-135m"
-    shutil.copytree(make_checkpoint(), folder)
-    said = {}
-    for identity_then in (identity(folder), "0" * 64):
+    checkpoint, merged = make_checkpoint(), KNOWN_MODELS[DEFAULT_MODEL]
+    assert isinstance(merged, MergedModel)
+    for model, identity_then, is_what_was_pulled in (
+        ("smollm2-135m", identity(checkpoint), True),
+        ("smollm2-135m", "0" * 64, False),
+        (DEFAULT_MODEL, merged.identity, False),
+    ):
+        folder = home / "cache" / "redraft" / "models" / model
+        shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
         (folder / "redraft.json").write_text(json.dumps({"identity": identity_then}))
-        said[identity_then] = [f.what for f in doctor.check(None) if f.level == "fail" and "model" in f.what]
-    assert list(said.values()) == [[], ["model smollm2-135m is not what was pulled"]]
+        monkeypatch.setenv("REDRAFT_ENGINE__MODEL", model)
+        said = [finding.what for finding in doctor.check(None) if finding.level == "fail" and "model" in finding.what]
+        assert said == ([] if is_what_was_pulled else [f"model {model} is not what was pulled"])
 
 
 @pytest.mark.parametrize(

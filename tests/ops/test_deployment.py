@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import httpx
 import pytest
 
-from redraft.engine.checkpoints import resolve
+from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 from redraft.ops.deployment import Deployment, State
 
 pytestmark = pytest.mark.integration
@@ -142,7 +142,7 @@ def test_the_readmes_example_runs(shell: Shell) -> None:
 def statistics(shell: Shell) -> dict[str, int]:
     prompt = "Repeat this: the quick brown fox jumps over the lazy dog, the quick brown fox jumps over the lazy dog."
     body = {
-        "model": "smollm2-135m",
+        "model": DEFAULT_MODEL,
         "messages": [{"role": "user", "content": prompt}],
         "temperature": 0,
         "max_tokens": 40,
@@ -196,7 +196,7 @@ def test_a_killed_engine_comes_back_while_the_gateway_answers(shell: Shell) -> N
     killed = os.pidfd_open(engine.pid)
     signal.pidfd_send_signal(killed, signal.SIGKILL)
     assert all_end([killed])
-    body = {"model": "smollm2-135m", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    body = {"model": DEFAULT_MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
     answer = httpx.post(f"{before.url}/v1/chat/completions", json=body, timeout=30, trust_env=False)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_unavailable"
@@ -235,13 +235,13 @@ def test_ctrl_c_ends_serve_and_all_it_started(state: Path) -> None:
 def test_a_missing_model_is_named_with_the_command_that_fetches_it(state: Path, tmp_path: Path) -> None:
     up = Shell(state, XDG_CACHE_HOME=str(tmp_path / "cache")).run("up")
     assert up.returncode == 1
-    assert "redraft models pull smollm2-135m" in up.stderr
+    assert f"redraft models pull {DEFAULT_MODEL}" in up.stderr
     assert "Traceback" not in up.stderr
 
 
 def test_a_truncated_checkpoint_is_named(state: Path, tmp_path: Path) -> None:
     model = tmp_path / "model"
-    shutil.copytree(resolve("smollm2-135m"), model)
+    shutil.copytree(resolve(DEFAULT_MODEL), model)
     weights = next(model.glob("*.safetensors"))
     os.truncate(weights, weights.stat().st_size // 2)
     up = Shell(state, REDRAFT_ENGINE__MODEL=str(model)).run("up")

@@ -119,7 +119,7 @@ def index(tmp_path: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def known(index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> KnownModel:
-    """The tiny model, as the only known one."""
+    """The tiny model, as the only known one and the default."""
     model = KnownModel(
         requirement="tiny-model==1.0",
         wheel_bytes=next(index.glob("*.whl")).stat().st_size,
@@ -133,6 +133,7 @@ def known(index: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Know
     for other in list(models.KNOWN_MODELS):
         monkeypatch.delitem(models.KNOWN_MODELS, other)
     monkeypatch.setitem(models.KNOWN_MODELS, NAME, model)
+    monkeypatch.setattr(models, "DEFAULT_MODEL", NAME)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The default model is, bit for bit, what transformers makes of the same GGUF."""
+"""The base of the default target is, bit for bit, what transformers makes of the same GGUF."""
 
 from __future__ import annotations
 

@@ -134,22 +134,22 @@ def test_plain_products_serve_where_packed_ones_cannot() -> None:
 
 
 @pytest.mark.integration
-def test_the_default_target_is_as_close_to_full_precision_as_transformers_in_bf16(smollm2: Path) -> None:
+def test_the_default_target_is_as_close_to_full_precision_as_transformers_in_bf16(default_target: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from redraft.engine.chat.tokenizer import Tokenizer
 
     text = "Agents send long, tool-heavy conversations; a drafter proposes blocks of tokens, the target verifies them. "
-    tokens = torch.tensor(Tokenizer.from_folder(smollm2).encode(text * 6))
+    tokens = torch.tensor(Tokenizer.from_folder(default_target).encode(text * 6))
 
     def reference(dtype: torch.dtype) -> Tensor:
-        model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=dtype)
+        model = AutoModelForCausalLM.from_pretrained(default_target, dtype=dtype)
         with torch.no_grad():
             logits: Tensor = model(tokens[None]).logits[0].float()
         return logits
 
     exact = reference(torch.float32)
-    target = load_target(smollm2)
+    target = load_target(default_target)
     error = (forward(target, tokens, chunk=64).float() - exact).square().mean().sqrt()
     theirs = (reference(torch.bfloat16) - exact).square().mean().sqrt()
     assert float(error) <= 1.1 * float(theirs)

@@ -67,8 +67,8 @@ GOLDEN: dict[str, tuple[Sequence[Message], Sequence[Tool], list[str]]] = {
 
 
 @pytest.fixture(scope="module")
-def encoder(smollm2: Path) -> ChatEncoder:
-    return ChatEncoder.from_folder(smollm2)
+def encoder(default_target: Path) -> ChatEncoder:
+    return ChatEncoder.from_folder(default_target)
 
 
 @pytest.mark.parametrize("case", GOLDEN)
