@@ -11,14 +11,12 @@ import pytest
 from redraft.engine.config import EngineConfig
 from redraft.ops.bench.deployment import running
 
-MODEL = "smollm2-135m"
-
 
 @pytest.fixture(scope="package")
-def deployment(smollm2: Path) -> Iterator[str]:
+def deployment(default_target: Path) -> Iterator[str]:
     """The gateway's base URL, as clients take it."""
     with asyncio.Runner() as runner:
-        context = running(EngineConfig(model=MODEL))
+        context = running(EngineConfig())
         _, url = runner.run(context.__aenter__())
         try:
             yield f"{url}/v1"
