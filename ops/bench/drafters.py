@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from statistics import mean, median, quantiles
@@ -27,6 +27,7 @@ from redraft.engine.types import (
     is_looping,
 )
 from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.prompts import Prompt, Prompts
 from redraft.retrain.data.sources import SOURCES
 from redraft.retrain.data.splits import Split, split_of
@@ -83,11 +84,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     model = EngineConfig().model
     encoder = ChatEncoder.from_folder(resolve(model))
     answer_tokens = 64 if quick else 128
+    progress("reading the sources")
+    sessions = {source: list(conversations()) for source, conversations in SOURCES.items()}
+    calibrate = list(prompts(encoder, sessions, "calibrate", 1 if quick else 3))
+    tests = list(prompts(encoder, sessions, "test", 2 if quick else 8))
     cores = {name: build_core(EngineConfig(model=model, drafter=name))[0] for name in DRAFTERS}
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
-    _choose_block_sizes(cores, list(prompts(encoder, "calibrate", 1 if quick else 3)), answer_tokens, metrics, table)
-    tests = list(prompts(encoder, "test", 2 if quick else 8))
+    _choose_block_sizes(cores, calibrate, answer_tokens, metrics, table)
     for load in LOADS:
         answers = _compare(cores, tests, load, answer_tokens, GREEDY)
         _report(f"{load}", answers, metrics, table)
@@ -96,13 +100,14 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     return envelope("drafters", METHOD, commit, metrics, table)
 
 
-def prompts(encoder: ChatEncoder, split: Split, per_source: int) -> Iterator[Prompt]:
+def prompts(
+    encoder: ChatEncoder, sessions: Mapping[Source, Sequence[Conversation]], split: Split, per_source: int
+) -> Iterator[Prompt]:
     """Prompts of one split, spread evenly over each source's sessions and over the turns within them."""
-    for source, conversations in SOURCES.items():
-        sessions = [session for session in conversations() if split_of(source, session.family) == split]
+    for source, conversations in sessions.items():
+        chosen = [each for each in conversations if split_of(source, each.family) == split]
         for index in range(per_source):
-            session = sessions[index * len(sessions) // per_source]
-            turns = list(Prompts(encoder, [session]))
+            turns = list(Prompts(encoder, [chosen[index * len(chosen) // per_source]]))
             yield turns[index * len(turns) // per_source]
 
 

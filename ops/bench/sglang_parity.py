@@ -24,9 +24,11 @@ from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
 from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
 
 START_SECONDS = 300
+TEST: tuple[Split, ...] = ("test",)
 METHOD = (
     "Greedy answers to prompts of the test split whose recorded answer does not loop, one at a time in SGLang and in "
     "the embedded engine on the same device, the same block size. tau is committed tokens over verify steps, pooled, "
@@ -42,10 +44,10 @@ def main() -> None:
     parser.add_argument("--data", required=True, type=Path)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--commit", default=present_commit(), help="for a copy of the code without its history")
     parser.add_argument("--block-size", type=int, default=16, help="the one that SGLang was started with")
     arguments = parser.parse_args()
-    commit = present_commit()
-    samples = [s for s in load_samples(arguments.data, splits=("test",)) if s.greedy and not s.looping]
+    samples = [s for s in load_samples(arguments.data, TEST) if s.greedy and not s.looping]
     chosen = samples[:: max(1, len(samples) // arguments.prompts)][: arguments.prompts]
     prompts = [sample.token_ids[: sample.spans[0][0]] for sample in chosen]
     progress(f"{len(prompts)} prompts through the embedded engine")
@@ -65,7 +67,7 @@ def main() -> None:
         {"engine": name, "committed": accept.committed, "verify_steps": accept.verify_steps}
         for name, accept in (("embedded", ours), ("sglang", theirs))
     ]
-    print(json.dumps(envelope("sglang_parity", METHOD, commit, metrics, table) | {"device": _device()}))
+    print(json.dumps(envelope("sglang_parity", METHOD, arguments.commit, metrics, table) | {"device": _device()}))
 
 
 def _wait_for(url: str) -> None:
