@@ -139,18 +139,26 @@ def test_the_default_target_is_as_close_to_full_precision_as_transformers_in_bf1
 
     from redraft.engine.chat.tokenizer import Tokenizer
 
-    text = "Agents send long, tool-heavy conversations; a drafter proposes blocks of tokens, the target verifies them. "
-    tokens = torch.tensor(Tokenizer.from_folder(default_target).encode(text * 6))
+    tokenizer = Tokenizer.from_folder(default_target)
+    text = (Path(__file__).parents[3] / "LICENSE").read_text()
+    passages = [torch.tensor(tokenizer.encode(text[start : start + 700])) for start in range(0, 5600, 700)]
 
     def reference(dtype: torch.dtype) -> Tensor:
         model = AutoModelForCausalLM.from_pretrained(default_target, dtype=dtype)
         with torch.no_grad():
-            logits: Tensor = model(tokens[None]).logits[0].float()
-        return logits
+            return torch.cat([model(tokens[None]).logits[0].float() for tokens in passages])
 
-    exact = reference(torch.float32)
+    exact, theirs = reference(torch.float32), reference(torch.bfloat16)
     target = load_target(default_target)
-    error = (forward(target, tokens, chunk=64).float() - exact).square().mean().sqrt()
-    theirs = (reference(torch.bfloat16) - exact).square().mean().sqrt()
-    assert float(error) <= 1.1 * float(theirs)
+    ours = torch.cat([forward(target, tokens, chunk=64).float() for tokens in passages])
+
+    def typical_error(logits: Tensor) -> float:
+        """The median over positions: a few unstable ones make a mean a matter of luck."""
+        return (logits - exact).square().mean(-1).sqrt().median().item()
+
+    def agreement(logits: Tensor) -> float:
+        return (logits.argmax(-1) == exact.argmax(-1)).float().mean().item()
+
+    assert typical_error(ours) <= 1.1 * typical_error(theirs)
+    assert agreement(ours) >= agreement(theirs) - 0.01
     assert isinstance(target.head, PackedLinear) == packed_supported(target.device, target.dtype)
