@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded import sampler, server
-from redraft.engine.embedded.core import EngineCore, Running
+from redraft.engine.embedded.core import EngineCore, Rows
 from redraft.engine.embedded.sampler import TokenChooser
+from redraft.engine.types import Commit
 
 
 def order_dependent_noise(config: EngineConfig, socket: Path) -> None:
@@ -22,18 +24,17 @@ def order_dependent_noise(config: EngineConfig, socket: Path) -> None:
 
 def trusted_drafts(config: EngineConfig, socket: Path) -> None:
     """The first drafted token is taken whatever the target says."""
-    propose, choose = EngineCore._propose, TokenChooser.choose
+    verify, choose = EngineCore._verify, TokenChooser.choose
     trusted: dict[TokenChooser, list[int]] = {}
 
-    def remember(self: EngineCore, sequence: Running) -> object:
-        proposal = propose(self, sequence)
-        trusted[sequence.chooser] = list(proposal.tokens[:1])
-        return proposal
+    def remember(self: EngineCore, rows: Rows, *arguments: Any) -> Commit:
+        trusted[rows.sequence.chooser] = list(rows.tokens[1:2])
+        return verify(self, rows, *arguments)
 
     def wrong(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:
         drafted = trusted.get(self)
         return drafted.pop() if drafted else choose(self, logits, arg_max, position)
 
-    EngineCore._propose = remember  # type: ignore[method-assign,assignment]
+    EngineCore._verify = remember  # type: ignore[method-assign,assignment]
     TokenChooser.choose = wrong  # type: ignore[method-assign]
     server.main(config, socket)
