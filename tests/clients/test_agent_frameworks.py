@@ -212,7 +212,7 @@ def test_pydantic_ai(deployment: str, stream: bool, forced: bool) -> None:
 
             return settings
 
-    async def main() -> Report | str:
+    async def main() -> object:
         provider = OpenAIProvider(base_url=deployment, api_key="none")
         agent = Agent(
             OpenAIChatModel(DEFAULT_MODEL, provider=provider),
