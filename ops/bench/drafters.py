@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from redraft.engine.chat.encoding import ChatEncoder
-from redraft.engine.checkpoints import resolve
+from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.server import build_core
@@ -39,7 +39,7 @@ LOADS = (1, 8)
 GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.95, seed=1)
 METHOD = (
-    "Default target in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "
+    f"{DEFAULT_MODEL} in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "
     "families of the test split: nothing was trained, calibrated or chosen on them. Each drafter runs at the block "
     "size that was fastest on the calibrate split. Every group of sessions is answered by each drafter in turn, in an "
     "order that rotates, without shared prefixes; answers are greedy unless said otherwise. tau is committed tokens "
@@ -81,14 +81,13 @@ class Growing:
 
 def run(*, quick: bool = False) -> dict[str, Any]:
     commit = present_commit()
-    model = EngineConfig().model
-    encoder = ChatEncoder.from_folder(resolve(model))
+    encoder = ChatEncoder.from_folder(resolve(DEFAULT_MODEL))
     answer_tokens = 64 if quick else 128
     progress("reading the sources")
     sessions = {source: list(conversations()) for source, conversations in SOURCES.items()}
     calibrate = list(prompts(encoder, sessions, "calibrate", 1 if quick else 3))
     tests = list(prompts(encoder, sessions, "test", 2 if quick else 8))
-    cores = {name: build_core(EngineConfig(model=model, drafter=name))[0] for name in DRAFTERS}
+    cores = {name: build_core(EngineConfig(drafter=name))[0] for name in DRAFTERS}
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     _choose_block_sizes(cores, calibrate, answer_tokens, metrics, table)
