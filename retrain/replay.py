@@ -110,7 +110,7 @@ class DFlashReplay:
 
 
 class NgramReplay:
-    """The floor, through the same walk; ``longest`` bounds what it proposes."""
+    """The floor at every block start, in order: its index only grows. ``longest`` bounds what it proposes."""
 
     def __init__(self, longest: int) -> None:
         self._drafter = NgramDrafter()
@@ -118,12 +118,11 @@ class NgramReplay:
 
     def __call__(self, sample: Sample) -> Proposals:
         index = SuffixIndex()
-
-        def propose(start: int) -> Sequence[int]:
+        by_start: dict[int, Sequence[int]] = {}
+        for start in block_starts(sample.spans)[:, 0].tolist():
             sequence = DraftSequence(sample.token_ids[: start + 1], self.longest, index=index)
-            return self._drafter.propose([sequence])[0].tokens
-
-        return propose
+            by_start[start] = self._drafter.propose([sequence])[0].tokens
+        return lambda start: by_start[start]
 
 
 class Replayed(Struct, frozen=True):

@@ -75,6 +75,15 @@ def test_replay_of_the_floor_counts_what_the_engine_commits(length: int, make_ch
     assert check(target, checkpoint, [0], NgramDrafter(), NgramReplay(3), length) > 0, "nothing was accepted"
 
 
+def test_the_floor_is_walked_at_any_block_length_as_if_at_that_one_alone() -> None:
+    sample = make_sample([1, 2, 3, 4, 5, 6, 7, 8] * 10, [(8, 80)])
+    (together,) = replay([sample], NgramReplay(7), [1, 3, 7])
+    for length, counts in together.counts.items():
+        (alone,) = replay([sample], NgramReplay(7), [length])
+        assert counts == alone.counts[length]
+    assert together.counts[7].verify_steps < together.counts[3].verify_steps < together.counts[1].verify_steps
+
+
 def test_the_walk_counts_whole_blocks_censors_what_lies_past_the_end_and_counts_the_last_token() -> None:
     sample = make_sample(range(20), [(5, 12)])
     right = walk(sample, lambda start: range(start + 1, start + 4), 3)
