@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Protocol
 
 import msgspec
@@ -99,12 +100,14 @@ class Trainer:
         self._bad = {"skipped": zero.clone(), "streak": zero.clone(), "longest": zero.clone()}
 
     def resume(self) -> None:
-        """Go on from the folder's last state; raises `TrainingError` if there is none or it is another run's."""
+        """Go on from the folder's last state; raises `TrainingError` if there is none, or it is damaged or another run's."""
         file = self._folder / STATE
         try:
             state = torch.load(file, map_location=self._device, weights_only=True)
         except FileNotFoundError:
             raise TrainingError(f"{self._folder} has no {STATE}; nothing was saved to resume from") from None
+        except (RuntimeError, EOFError, UnpicklingError) as error:
+            raise TrainingError(f"{file} is damaged; begin again in a new folder") from error
         mine = self._fingerprint()
         for key, theirs in state["run"].items():
             if mine.get(key) != theirs:
@@ -153,7 +156,8 @@ class Trainer:
             journal.close()
 
     def save(self) -> None:
-        """Write the state to resume from and the checkpoint, each whole or not at all."""
+        """Write the checkpoint and then the state to resume from, each whole or not at all."""
+        self._strategy.export(self._folder / DRAFTER, self.step)
         state = {
             "step": self.step,
             "run": self._fingerprint(),
@@ -164,7 +168,6 @@ class Trainer:
         partial = self._folder / f"{STATE}.partial"
         torch.save(state, partial)
         partial.replace(self._folder / STATE)
-        self._strategy.export(self._folder / DRAFTER, self.step)
 
     def _train_step(self) -> tuple[LossTerms, Tensor]:
         config = self._config

@@ -98,6 +98,31 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(start: Callable[..., Run]
         assert all(torch.equal(mine[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
 
 
+def test_a_state_is_saved_only_after_the_drafter_that_goes_with_it(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, step: int) -> None:
+        raise OSError("no space left")
+
+    run = start("run")
+    monkeypatch.setattr(run.strategy, "export", full)
+    with pytest.raises(OSError, match="no space left"):
+        run.trainer.run()
+    with pytest.raises(TrainingError, match="nothing was saved"):
+        start("run").trainer.resume()
+
+
+def test_a_damaged_state_is_named(start: Callable[..., Run], tmp_path: Path) -> None:
+    run = start("run", steps=3)
+    run.trainer.run()
+    file = tmp_path / "run" / "state.pt"
+    whole = file.read_bytes()
+    for damaged in (b"", b"not a state", whole[: len(whole) // 2]):
+        file.write_bytes(damaged)
+        with pytest.raises(TrainingError, match=r"state\.pt is damaged"):
+            start("run", steps=3).trainer.resume()
+
+
 def test_a_run_is_not_resumed_with_another_recipe(start: Callable[..., Run]) -> None:
     start("run").trainer.run()
     with pytest.raises(TrainingError, match=r"run with blocks 5, not 7"):
