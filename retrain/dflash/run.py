@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from redraft.engine.checkpoints import resolve
-from redraft.engine.drafters.dflash_checkpoint import DFlashConfig
+from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, check_fits
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
@@ -62,6 +62,7 @@ def train(
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
     )
+    check_fits(shape, target.target.config, target.identity, out)
     capture = FeatureCapture(target.target, shape.feature_layers)
     cache = FeatureCache(capture, cache_budget(config.cache_bytes, device), hidden=config.loss == "distribution")
     strategy = DFlashStrategy(DFlashModel(shape, device, config.seed), target, config, record)

@@ -138,10 +138,15 @@ def test_what_is_not_there_is_named_without_a_traceback(
     redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
     model, out = ("--model", checkpoint), ("--out", tmp_path / "run")
+    deep, masked = tmp_path / "deep.yaml", tmp_path / "masked.yaml"
+    deep.write_text("layers: 40\n")
+    masked.write_text("layers: 2\nmask_token_id: 99999\n")
     for arguments, said in (
         (("dflash", "--data", tmp_path / "none", *out, *model), "holds no training data"),
         (("dflash", "--data", data, *out, *model, "--resume"), "nothing was saved to resume from"),
         (("dflash", "--data", data, *out, *model, "--config", tmp_path / "none.yaml"), "cannot be read"),
+        (("dflash", "--data", data, *out, *model, "--config", deep), "target_layer_ids"),
+        (("dflash", "--data", data, *out, *model, "--config", masked), "mask_token_id 99999 is outside the vocabulary"),
         (("eval", tmp_path / "run", "--data", data, *model), "run"),
     ):
         code, printed, err = redraft("train", *arguments)
