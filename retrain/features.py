@@ -125,8 +125,9 @@ class FeatureCache:
         after = Captured(*(rows[len(prompt) :] for rows in captured))
         if prompt not in self._prompts and self._fits(before):
             self._prompts[prompt] = Captured(*(rows.clone() for rows in before))
-        if prompt in self._prompts and self._fits(after):
-            self._answers[sample.id, length] = Captured(*(rows.clone() for rows in after))
+        key = (sample.id, length)
+        if prompt in self._prompts and key not in self._answers and self._fits(after):
+            self._answers[key] = Captured(*(rows.clone() for rows in after))
         return captured
 
     def _fits(self, captured: Captured) -> bool:
