@@ -18,7 +18,10 @@ serve() { # MODEL [FLAG …]: until the next call
     setsid "$sglang" -m sglang.launch_server --model-path "$@" --host 127.0.0.1 --port 30000 \
         --attention-backend triton --sampling-backend pytorch --grammar-backend none > "$work/sglang.log" 2>&1 &
     server=$!
-    until curl -sf "$url/health" > /dev/null; do kill -0 "$server" && sleep 1; done
+    until curl -sf "$url/health" > /dev/null; do
+        kill -0 "$server" || { tail -n 20 "$work/sglang.log" >&2; exit 1; }
+        sleep 1
+    done
 }
 stop() { [ -z "${server:-}" ] || { kill -- "-$server" && wait "$server" || true; } }
 trap stop EXIT
