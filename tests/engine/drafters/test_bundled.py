@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engine.checkpoints import KNOWN_MODELS
-from redraft.engine.checkpoints.models import MergedModel
+from redraft.engine.checkpoints.models import KNOWN_MODELS, MergedModel
 from redraft.engine.config import EngineConfig
 from redraft.engine.drafters.checkpoint import SHARD_BYTES
 from redraft.engine.drafters.dflash_checkpoint import load
