@@ -262,13 +262,13 @@ def _accept_length(answers: Iterable[Answer]) -> AcceptLength:
 
 
 def _hazard(answers: Sequence[Answer]) -> list[dict[str, int]]:
-    """How often a position was verified with all before it accepted, and how often it was accepted then."""
+    """How often a position was verified with all before it accepted and no stop, and how often it was accepted then."""
     steps = [step for answer in answers for step in answer.steps]
     longest = max((step.block_length for step in steps), default=0)
     return [
         {
             "position": k,
-            "reached": sum(step.block_length >= k and step.accepted >= k - 1 for step in steps),
+            "reached": sum(step.block_length >= k <= len(step.committed) for step in steps),
             "accepted": sum(step.accepted >= k for step in steps),
         }
         for k in range(1, longest + 1)

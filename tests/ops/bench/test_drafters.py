@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from redraft.engine.types import DrafterVersion, VerifyStep
@@ -70,6 +71,14 @@ def test_a_hazard_counts_only_steps_that_reached_the_position() -> None:
     _, table = report(none=[answer(tokens)], ngram=[answer(tokens, (0,))], dflash=[answer(tokens, (0, 1, 3, 2))])
     (row,) = [row for row in table if row["drafter"] == "dflash" and row["by"] == "position"]
     assert [(each["reached"], each["accepted"]) for each in row["hazard"]] == [(4, 3), (3, 2), (2, 1)]
+
+
+def test_what_lies_past_a_stop_was_not_reached() -> None:
+    stopped = msgspec.structs.replace(step(1), committed=(0,))
+    found = [Answer(prompt(), (1, 2), (step(1), stopped), 0.5, 1.5)]
+    _, table = report(none=found, ngram=found, dflash=found)
+    row = next(row for row in table if row["drafter"] == "dflash" and row["by"] == "position")
+    assert [(each["reached"], each["accepted"]) for each in row["hazard"]] == [(2, 2), (1, 0), (0, 0)]
 
 
 def test_a_speed_up_compares_decode_time_and_a_changed_answer_is_a_violation() -> None:
