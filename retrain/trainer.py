@@ -100,7 +100,7 @@ class Trainer:
         self._bad = {"skipped": zero.clone(), "streak": zero.clone(), "longest": zero.clone()}
 
     def resume(self) -> None:
-        """Go on from the folder's last state; raises `TrainingError` if there is none, or it is damaged or another run's."""
+        """Go on from the folder's last state; raises `TrainingError` if it is missing, damaged or another run's."""
         file = self._folder / STATE
         try:
             state = torch.load(file, map_location=self._device, weights_only=True)
