@@ -87,6 +87,7 @@ class SglangResponder:
             body = response.json()
             ids = list(body["output_ids"])
             finish = body["meta_info"]["finish_reason"]
+            reason: FinishReason = finish["type"] if finish["type"] in ("stop", "length") else "abort"
         except httpx.HTTPStatusError as error:
             raise DataError(
                 f"{self._url} refused a prompt: {error.response.status_code} {error.response.text[:200]}"
@@ -97,9 +98,6 @@ class SglangResponder:
             raise DataError(f"{self._url} does not answer as SGLang 0.5.17 does: {response.text[:200]}") from error
         finally:
             self._idle.append(client)
-        reason: FinishReason = (
-            "stop" if finish["type"] == "stop" else "length" if finish["type"] == "length" else "abort"
-        )
         end = finish.get("matched")
         if reason == "stop" and isinstance(end, int) and ids[-1:] != [end]:
             ids.append(end)

@@ -99,11 +99,15 @@ def save_manifest(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def verify(folder: Path) -> None:
-    """Raise `DataError` unless every file is as the manifest says."""
-    for name, digest in load_manifest(folder).sha256.items():
+    """Raise `DataError` unless every file is as the manifest says, and no answers are there that it does not know."""
+    known = load_manifest(folder).sha256
+    for name, digest in known.items():
         file = folder / name
         if not file.exists() or _digest(file) != digest:
             raise DataError(f"{file} is not the file that was made ({'changed' if file.exists() else 'missing'})")
+    for file in [*folder.glob(_SHARDS), *folder.glob(_PARTIAL)]:
+        if file.name not in known:
+            raise DataError(f"{folder} is being answered, or that broke off; finish it: redraft data generate {folder}")
 
 
 def save_prompts(folder: Path, conversations: Iterable[Conversation], prompts: Iterable[Prompt]) -> Counter[str]:
@@ -168,9 +172,7 @@ def _stored_responses(folder: Path) -> Iterator[Response]:
         yield from _read_xz(shard, Response)
     partial = folder / _PARTIAL
     if partial.exists():
-        decoder = msgspec.json.Decoder(Response)
-        for line in partial.read_bytes().split(b"\n")[:-1]:
-            yield decoder.decode(line)
+        yield from _decoded(partial.read_bytes().split(b"\n")[:-1], Response, partial)
 
 
 def load_samples(folder: Path, splits: Collection[Split] = SPLITS) -> Iterator[Sample]:
@@ -240,14 +242,21 @@ def _write_xz(file: Path, items: Iterable[Struct]) -> None:
 
 
 def _read_xz(file: Path, kind: type[T]) -> Iterator[T]:
-    decoder = msgspec.json.Decoder(kind)
     try:
         with lzma.open(file, "rb") as stream:
-            for line in stream:
-                yield decoder.decode(line)
+            yield from _decoded(stream, kind, file)
     except FileNotFoundError:
         raise DataError(f"{file} is missing; {file.parent} is not a whole folder of training data") from None
-    except (lzma.LZMAError, EOFError, msgspec.MsgspecError) as error:
+    except (lzma.LZMAError, EOFError) as error:
+        raise DataError(f"{file} is damaged: {error}") from error
+
+
+def _decoded(lines: Iterable[bytes], kind: type[T], file: Path) -> Iterator[T]:
+    decoder = msgspec.json.Decoder(kind)
+    try:
+        for line in lines:
+            yield decoder.decode(line)
+    except msgspec.MsgspecError as error:
         raise DataError(f"{file} is damaged: {error}") from error
 
 

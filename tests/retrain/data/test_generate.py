@@ -169,6 +169,22 @@ def test_a_killed_process_loses_at_most_the_line_it_was_writing(folder: Path) ->
     assert list(store.load_responses(folder)) == answers
 
 
+def test_answers_that_the_manifest_does_not_know_are_not_learnt_from_unseen(folder: Path) -> None:
+    asyncio.run(respond_to_all(folder, Echo(), target=TARGET, sampled=0))
+    writer = store.ResponseWriter(folder)
+    writer.add(Response("p:1", GREEDY, (1, 2), "stop", False))
+    with pytest.raises(DataError, match="finish it: redraft data generate"):
+        store.verify(folder)
+    writer.close()
+    with pytest.raises(DataError, match="finish it: redraft data generate"):
+        store.verify(folder)
+    store.save_manifest(folder, store.load_manifest(folder))
+    store.verify(folder)
+    (folder / "responses.partial.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(DataError, match=r"responses\.partial\.jsonl is damaged"):
+        list(store.load_responses(folder))
+
+
 def test_answers_of_two_models_do_not_mix(folder: Path) -> None:
     asyncio.run(respond_to_all(folder, Echo(), target=TARGET, sampled=0))
     with pytest.raises(DataError, match="another model"):
@@ -285,7 +301,11 @@ def test_sglang_is_asked_with_ids_and_answers_with_ids() -> None:
 
 @pytest.mark.parametrize(
     ("status", "answer", "message"),
-    [(400, {"error": "too long"}, "refused a prompt: 400"), (200, {"ids": []}, "does not answer as SGLang")],
+    [
+        (400, {"error": "too long"}, "refused a prompt: 400"),
+        (200, {"ids": []}, "does not answer as SGLang"),
+        (200, {"output_ids": [1], "meta_info": {"finish_reason": None}}, "does not answer as SGLang"),
+    ],
 )
 def test_a_server_that_fails_is_one_line(status: int, answer: Any, message: str) -> None:
     with sglang_server(lambda body: (status, answer)) as url, pytest.raises(DataError, match=message) as raised:
