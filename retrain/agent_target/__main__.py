@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,14 @@ from redraft.engine.checkpoints import CheckpointError, merge, resolve
 from redraft.retrain.agent_target import prepared as files
 from redraft.retrain.agent_target.recipe import BASE, NAME, Recipe, with_settings
 from redraft.retrain.data.errors import DataError
+from redraft.retrain.errors import TrainingError
 
 
 def main() -> None:
     arguments = _parser().parse_args()
     try:
         arguments.command(arguments)
-    except (CheckpointError, DataError) as error:
+    except (CheckpointError, DataError, TrainingError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -41,7 +43,7 @@ def _train(arguments: argparse.Namespace) -> None:
     prepared = files.read(arguments.prepared)
     prepared = msgspec.structs.replace(prepared, recipe=with_settings(prepared.recipe, arguments.set))
     run = train(prepared, arguments.base, arguments.out, _print)
-    command = f"python -m redraft.retrain.agent_target {' '.join(sys.argv[1:])}"
+    command = shlex.join(["python", "-m", "redraft.retrain.agent_target", *sys.argv[1:]])
     (arguments.out / "README.md").write_text(card(prepared, run, NAME, command), encoding="utf-8")
     _print({"event": "end", **run})
 

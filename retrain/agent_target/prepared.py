@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,7 @@ def read(file: Path) -> Prepared:
         return msgspec.msgpack.decode(gzip.decompress(file.read_bytes()), type=Prepared)
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror or error}.") from error
-    except (EOFError, msgspec.DecodeError) as error:
+    except (EOFError, zlib.error, msgspec.DecodeError) as error:
         raise DataError(f"{file} is not what `prepare` writes: {error}.") from error
 
 

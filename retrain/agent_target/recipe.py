@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from redraft.retrain.data.errors import DataError
+from redraft.retrain.errors import TrainingError
 
 NAME = "smollm2-135m-agent"
 BASE = "smollm2-135m"
@@ -42,9 +42,9 @@ def with_settings(recipe: Recipe, settings: Sequence[str]) -> Recipe:
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in changed:
-            raise DataError(f"there is no setting {name!r} in the recipe; there are: {', '.join(changed)}")
+            raise TrainingError(f"there is no setting {name!r} in the recipe; there are: {', '.join(changed)}")
         changed[name] = value
     try:
         return msgspec.convert(changed, Recipe, strict=False)
     except msgspec.ValidationError as error:
-        raise DataError(f"{', '.join(settings)}: {error}") from error
+        raise TrainingError(f"{', '.join(settings)}: {error}") from error

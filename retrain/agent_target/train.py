@@ -21,6 +21,8 @@ from redraft.retrain.agent_target.lora import add_lora, save_adapter
 from redraft.retrain.agent_target.prepared import Example, Prepared
 from redraft.retrain.agent_target.recipe import Recipe
 from redraft.retrain.data.errors import DataError
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.trainer import cosine_with_warmup
 
 _IGNORED = -100
 Log = Callable[[dict[str, Any]], None]
@@ -42,7 +44,8 @@ def train(prepared: Prepared, base: Path, folder: Path, log: Log) -> dict[str, A
     optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     epochs = [_batches(prepared.train, recipe, Random(f"{recipe.seed} {epoch}")) for epoch in range(recipe.epochs)]
     steps = sum(map(len, epochs))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps, recipe))
+    warmup = max(1, round(recipe.warmup_share * steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: cosine_with_warmup(step, steps, warmup))
     before = held_out_loss(model, prepared, device)
     log({"event": "start", "device": str(device), "steps": steps, "held_out_loss": before})
     started, step, tokens, after = time.perf_counter(), 0, 0, before
@@ -61,7 +64,7 @@ def train(prepared: Prepared, base: Path, folder: Path, log: Log) -> dict[str, A
                     {"event": "step", "step": step, **seen, "learning_rate": rate, "tokens": tokens, "seconds": seconds}
                 )
                 if not all(map(math.isfinite, seen.values())):
-                    raise DataError(f"The loss is no longer finite at step {step}; lower learning_rate.")
+                    raise TrainingError(f"the loss is no longer finite at step {step}; lower learning_rate")
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -127,14 +130,6 @@ def supervised_loss(model: Any, batch: Sequence[Example], device: torch.device) 
     supervised = targets != _IGNORED
     logits = model.lm_head(hidden[supervised]).float()
     return F.cross_entropy(logits, targets[supervised], reduction="sum"), int(supervised.sum())
-
-
-def _rate(step: int, steps: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine to zero."""
-    warmup = max(1, round(recipe.warmup_share * steps))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
 def card(prepared: Prepared, run: dict[str, Any], name: str, command: str) -> str:

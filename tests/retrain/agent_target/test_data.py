@@ -28,6 +28,7 @@ from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.prompts import Prompts
 from redraft.retrain.data.responses import Response
 from redraft.retrain.data.splits import Split, split_of
+from redraft.retrain.errors import TrainingError
 
 pytestmark = pytest.mark.unit
 EOS = 257
@@ -249,7 +250,7 @@ def test_settings_change_the_recipe_and_unknown_ones_are_named() -> None:
         ("epoch=2", "no setting 'epoch' in the recipe; there are: seed"),
         ("epochs=two", "epochs=two"),
     ):
-        with pytest.raises(DataError, match=said):
+        with pytest.raises(TrainingError, match=said):
             with_settings(Recipe(), [setting])
 
 

@@ -21,6 +21,7 @@ from redraft.retrain.agent_target.prepared import Example, Prepared
 from redraft.retrain.agent_target.recipe import Recipe
 from redraft.retrain.agent_target.train import card, load, supervised_loss, train
 from redraft.retrain.data.errors import DataError
+from redraft.retrain.errors import TrainingError
 
 pytestmark = pytest.mark.unit
 CPU = torch.device("cpu")
@@ -140,7 +141,7 @@ def test_another_base_than_the_data_was_made_for_is_refused(
 
 def test_a_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None:
     prepared = _prepared(run.base, msgspec.structs.replace(RECIPE, learning_rate=1e30, clip_norm=1e30))
-    with pytest.raises(DataError, match="no longer finite at step"):
+    with pytest.raises(TrainingError, match="no longer finite at step"):
         train(prepared, run.base, tmp_path / "out", lambda entry: None)
     assert not (tmp_path / "out").exists()
 
@@ -148,8 +149,10 @@ def test_a_loss_that_is_no_number_ends_the_run(run: Run, tmp_path: Path) -> None
 def test_a_prepared_file_comes_back_as_it_was(run: Run, tmp_path: Path) -> None:
     run.prepared.write(tmp_path / "data")
     assert files.read(tmp_path / "data") == run.prepared
-    (tmp_path / "data").write_bytes((tmp_path / "data").read_bytes()[:-20])
-    for file in ("data", "absent"):
+    whole = (tmp_path / "data").read_bytes()
+    (tmp_path / "cut").write_bytes(whole[:-20])
+    (tmp_path / "changed").write_bytes(whole[:40] + bytes(40) + whole[80:])
+    for file in ("cut", "changed", "absent"):
         with pytest.raises(DataError, match=file):
             files.read(tmp_path / file)
 
