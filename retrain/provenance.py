@@ -44,7 +44,7 @@ def provenance(
     """The record of the run that this process is; ``commit`` None asks git."""
     return Provenance(
         command=shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        commit=commit or _commit(),
+        commit=commit or present_commit(),
         target=target,
         data=data,
         samples=samples,
@@ -53,7 +53,7 @@ def provenance(
     )
 
 
-def _commit() -> str | None:
+def present_commit() -> str | None:
     """The checkout's commit, marked where files have changed since; None outside a checkout."""
     git = ["git", "-C", str(Path(__file__).resolve().parent)]
     try:

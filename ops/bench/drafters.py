@@ -26,11 +26,12 @@ from redraft.engine.types import (
     context_bucket,
     is_looping,
 )
-from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.ops.bench.report import envelope, progress
 from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.prompts import Prompt, Prompts
 from redraft.retrain.data.sources import SOURCES
 from redraft.retrain.data.splits import Split, split_of
+from redraft.retrain.provenance import present_commit
 
 NONE = "none"
 DRAFTERS = (NONE, "ngram", "dflash")

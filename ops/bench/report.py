@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -30,18 +29,6 @@ def envelope(
 
 def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-
-
-def present_commit() -> str | None:
-    """The checkout's commit, marked where files have changed since; None outside a checkout."""
-    root = Path(__file__).resolve().parent
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        dirty = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return head + ("+changes" if dirty.strip() else "")
 
 
 def _machine() -> dict[str, Any]:

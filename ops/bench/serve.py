@@ -34,8 +34,9 @@ from redraft.engine.types import (
     is_looping,
 )
 from redraft.ops.bench.deployment import running
-from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.ops.bench.report import envelope, progress
 from redraft.retrain.data.sources.bfcl import AgentSession, sessions
+from redraft.retrain.provenance import present_commit
 
 GREEDY = SamplingParams(temperature=0)
 VERIFY_ROWS = 8

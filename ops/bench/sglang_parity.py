@@ -23,9 +23,10 @@ import torch
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
-from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.ops.bench.report import envelope, progress
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
+from redraft.retrain.provenance import present_commit
 
 START_SECONDS = 300
 TEST: tuple[Split, ...] = ("test",)
@@ -56,7 +57,8 @@ def main() -> None:
     progress("the same through SGLang")
     _wait_for(arguments.url)
     theirs, their_answers = _sglang(arguments.url, prompts, arguments.max_tokens)
-    assert ours.tau and theirs.tau
+    if not ours.tau or not theirs.tau:
+        raise SystemExit(f"no verify steps in {'SGLang' if ours.tau else 'the embedded engine'}: is a drafter loaded?")
     metrics = {
         "tau_embedded": ours.tau,
         "tau_sglang": theirs.tau,

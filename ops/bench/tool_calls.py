@@ -14,7 +14,7 @@ from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.types import is_looping
 from redraft.ops.bench.deployment import running
-from redraft.ops.bench.report import envelope, present_commit, progress
+from redraft.ops.bench.report import envelope, progress
 from redraft.retrain.agent_target.data import cases
 from redraft.retrain.agent_target.prepared import ABSTAINING, PLAIN_SOURCES, SIMPLE, Case, category_of
 from redraft.retrain.agent_target.recipe import BASE, NAME
@@ -24,6 +24,7 @@ from redraft.retrain.data.generate import GREEDY, EngineResponder
 from redraft.retrain.data.prompts import Prompts
 from redraft.retrain.data.sources import SOURCES
 from redraft.retrain.data.splits import split_of
+from redraft.retrain.provenance import present_commit
 
 MODELS = {"base": BASE, "agent": NAME}
 MAX_TOKENS = 256

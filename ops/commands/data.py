@@ -16,12 +16,12 @@ from rich.table import Table
 
 from redraft.engine.checkpoints import DEFAULT_MODEL, identity, resolve
 from redraft.engine.config import EngineConfig
-from redraft.ops.bench.report import present_commit
 from redraft.ops.errors import CliError, UsageError
 from redraft.retrain.data import store
 from redraft.retrain.data.conversation import SOURCE_NAMES, Source
 from redraft.retrain.data.generate import EngineResponder, SglangResponder, chat_hash, make_prompts, respond_to_all
 from redraft.retrain.data.splits import SPLITS
+from redraft.retrain.provenance import present_commit
 
 app = typer.Typer(help="Make and look at training data.", no_args_is_help=True)
 
