@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from redraft.engine.checkpoints import DEFAULT_MODEL
+from redraft.engine.checkpoints import DEFAULT_MODEL, CheckpointError
+from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.splits import Split
+from redraft.retrain.errors import TrainingError
 
 if TYPE_CHECKING:
     from redraft.retrain.trainer import Progress as Report
@@ -92,4 +95,7 @@ def _bar() -> Iterator[Report]:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except (CheckpointError, DataError, TrainingError) as error:
+        sys.exit(f"error: {error}")
