@@ -3,7 +3,7 @@
 Every target row's features are projected once, when they exist, and kept as draft K/V only. A block of B rows is the
 last committed token (whose features do not exist yet) and B-1 mask tokens; its rows see all draft K/V before the block
 start and each other, and row k proposes the token at the block start's position + k. Blocks are whole however few of
-their tokens are wanted, as they were in training; only at the end of a sequence's room are they shorter.
+their tokens are wanted, as they were in training; only at the end of a sequence's room or context are they shorter.
 
 Source: z-lab's DFlash (github.com/z-lab/dflash, ``dflash/model.py``), in SGLang's ``DFlashDraftModel`` format.
 """
@@ -111,7 +111,8 @@ class DFlashDrafter:
         lengths: list[int] = []
         drafted: list[int] = []
         for sequence in sequences:
-            start, rows = len(sequence.tokens) - 1, min(sequence.room, self.block_size)
+            start = len(sequence.tokens) - 1
+            rows = min(self.block_size, sequence.room, self._config.context_length - start)
             segments.append(Segment(len(tokens), rows, sequence.slot, start))
             lengths.append(min(sequence.length, rows - 1))
             drafted.extend(range(len(tokens) + 1, len(tokens) + 1 + lengths[-1]))

@@ -49,5 +49,6 @@ def content_id(folder: Path) -> str:
     """An id that only these weights and this configuration have: 16 hex digits of a SHA-256 over the files."""
     digest = hashlib.sha256()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        with file.open("rb") as stream:
+            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()[:16]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from redraft.engine.checkpoints.identity import identity
+from redraft.engine.drafters.base import DraftSequence
 from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import MIN_DRAFT_WINDOW, EngineCore
@@ -141,3 +142,10 @@ def test_a_block_does_not_read_what_a_rejected_block_left(make_core: MakeCore, m
             proposals += [commit.verify_step.drafted for commit in core.step() if commit.verify_step]
         found.append(proposals)
     assert found[0] == found[1]
+
+
+def test_no_block_reaches_past_the_context(make_drafter: MakeDrafter, tiny_target: Target) -> None:
+    """Slots are handed out in whole pages, so that a sequence may own more than the context has positions."""
+    tokens = [1] * (tiny_target.config.context_length - 2)
+    (proposal,) = make_drafter().propose([DraftSequence(tokens, length=2, room=64)])
+    assert len(proposal.tokens) == 2
