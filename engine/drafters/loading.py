@@ -7,6 +7,7 @@ import logging
 from importlib.resources import files
 from pathlib import Path
 
+from redraft.engine.checkpoints.models import local_folder
 from redraft.engine.drafters.base import Drafter
 from redraft.engine.drafters.checkpoint import DrafterError
 from redraft.engine.drafters.dflash import DFlashDrafter
@@ -29,11 +30,11 @@ def load_drafter(name: str, target: Target, identity: str, slots: int) -> Drafte
         return None
     if name == "ngram":
         return NgramDrafter()
-    folder = bundled(identity) if name == BUNDLED else Path(name).expanduser()
-    if folder is None:
+    folder = bundled(identity) if name == BUNDLED else local_folder(name)
+    if folder is None and name == BUNDLED:
         logger.warning("no drafter is bundled for target %s; n-gram serves until one is trained", identity[:12])
         return NgramDrafter()
-    if not folder.is_dir():
+    if folder is None:
         raise DrafterError(f"engine.drafter {name!r} is neither none, ngram, {BUNDLED} nor a folder.")
     return DFlashDrafter(folder, DrafterVersion("dflash", content_id(folder)), target, identity, slots)
 
