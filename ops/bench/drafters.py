@@ -27,6 +27,7 @@ from redraft.engine.types import (
     is_looping,
 )
 from redraft.ops.bench.report import envelope, progress
+from redraft.ops.errors import CliError
 from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.prompts import Prompt, Prompts
 from redraft.retrain.data.sources import SOURCES
@@ -89,6 +90,9 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     calibrate = list(prompts(encoder, sessions, "calibrate", 1 if quick else 3))
     tests = list(prompts(encoder, sessions, "test", 2 if quick else 8))
     cores = {name: build_core(EngineConfig(drafter=name))[0] for name in DRAFTERS}
+    for name, core in cores.items():
+        if core.drafter is not None and core.drafter.version.kind != name:
+            raise CliError(f"no {name} drafter is bundled for {model}; there is nothing to compare")
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     _choose_block_sizes(cores, calibrate, answer_tokens, metrics, table)
@@ -200,15 +204,15 @@ def _choose_block_sizes(
 def _report(
     part: str, answers: dict[str, list[Answer]], metrics: dict[str, float | None], table: list[dict[str, Any]]
 ) -> None:
-    baseline = answers[NONE]
-    metrics[f"looping_share_{part}"] = mean(answer.looping for answer in baseline)
+    plain = answers[NONE]
+    metrics[f"looping_share_{part}"] = mean(answer.looping for answer in plain)
     for name, found in answers.items():
         table += _rows(part, name, found)
         if name == NONE:
             continue
-        violations = sum(a.tokens != b.tokens for a, b in zip(found, baseline, strict=True))
+        violations = sum(a.tokens != b.tokens for a, b in zip(found, plain, strict=True))
         metrics["lossless_violations"] = (metrics.get("lossless_violations") or 0) + violations
-        pairs = [(a, b) for a, b in zip(found, baseline, strict=True) if not b.looping and len(b.tokens) > 1]
+        pairs = [(a, b) for a, b in zip(found, plain, strict=True) if not b.looping and len(b.tokens) > 1]
         suffix = "" if part == "1" else f"_{part}"
         metrics[f"tau_{name}{suffix}"] = _accept_length(a for a, _ in pairs).tau
         metrics[f"speedup_{name}_{part}"] = median(b.tpot / a.tpot for a, b in pairs)
