@@ -92,7 +92,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     cores = {name: build_core(EngineConfig(drafter=name))[0] for name in DRAFTERS}
     for name, core in cores.items():
         if core.drafter is not None and core.drafter.version.kind != name:
-            raise CliError(f"no {name} drafter is bundled for {model}; there is nothing to compare")
+            raise CliError(f"no {name} drafter is bundled for {DEFAULT_MODEL}; there is nothing to compare")
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     _choose_block_sizes(cores, calibrate, answer_tokens, metrics, table)
