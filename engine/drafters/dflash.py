@@ -49,9 +49,17 @@ class DFlashDrafter:
     """
 
     @torch.no_grad()
-    def __init__(self, folder: Path, version: DrafterVersion, target: Target, identity: str, slots: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        version: DrafterVersion,
+        target: Target,
+        identity: str,
+        slots: int,
+        context_length: int | None = None,
+    ) -> None:
         config, tensors = load(folder)
-        check_fits(config, target.config, identity, folder)
+        check_fits(config, target.config, identity, folder, context_length)
         self.version = version
         self.feature_layers = config.feature_layers
         self.block_size = config.block_size

@@ -202,8 +202,13 @@ def expected_shapes(config: DFlashConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def check_fits(config: DFlashConfig, target: ModelConfig, identity: str, where: Path) -> None:
-    """Raises `DrafterError` naming the first thing in which drafter and target do not belong together."""
+def check_fits(
+    config: DFlashConfig, target: ModelConfig, identity: str, where: Path, context_length: int | None = None
+) -> None:
+    """Raises `DrafterError` naming the first thing in which drafter and target do not belong together.
+
+    ``context_length`` is what will be served of the target's context; None is all of it.
+    """
     for name, ours, theirs in (
         ("vocab_size", config.vocab, target.vocab),
         ("hidden_size", config.hidden, target.hidden),
@@ -218,10 +223,11 @@ def check_fits(config: DFlashConfig, target: ModelConfig, identity: str, where: 
         raise DrafterError(
             f"{where}: target_layer_ids {list(config.feature_layers)} must be ascending and below {target.layers}."
         )
-    if config.context_length < target.context_length:
+    context_length = context_length or target.context_length
+    if config.context_length < context_length:
         raise DrafterError(
-            f"{where}: it reaches {config.context_length} tokens, the target {target.context_length}; "
-            "set engine.context_length to what both reach."
+            f"{where}: it reaches {config.context_length} tokens, {context_length} are to be served; "
+            f"set engine.context_length to {config.context_length} at most."
         )
     if config.target and config.target != identity:
         raise DrafterError(

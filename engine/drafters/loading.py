@@ -21,7 +21,9 @@ logger = logging.getLogger(__name__)
 BUNDLED = "dflash"
 
 
-def load_drafter(name: str, target: Target, identity: str, slots: int) -> Drafter | None:
+def load_drafter(
+    name: str, target: Target, identity: str, slots: int, context_length: int | None = None
+) -> Drafter | None:
     """The drafter that ``engine.drafter`` names, with draft K/V for ``slots`` tokens; None for ``none``.
 
     Raises `DrafterError` if a folder holds no drafter of this target.
@@ -36,7 +38,7 @@ def load_drafter(name: str, target: Target, identity: str, slots: int) -> Drafte
         return NgramDrafter()
     if folder is None:
         raise DrafterError(f"engine.drafter {name!r} is neither none, ngram, {BUNDLED} nor a folder.")
-    return DFlashDrafter(folder, DrafterVersion("dflash", content_id(folder)), target, identity, slots)
+    return DFlashDrafter(folder, DrafterVersion("dflash", content_id(folder)), target, identity, slots, context_length)
 
 
 def bundled(identity: str) -> Path | None:

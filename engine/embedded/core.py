@@ -38,10 +38,12 @@ from redraft.engine.types import (
 logger = logging.getLogger(__name__)
 
 PREFILL_ROWS = 192
-"""Prompt rows of one pass at the beginning of a context; bounds how long a prompt can hold up running answers."""
+"""Prompt rows of one pass; bounds how long a prompt can hold up running answers, and a new request."""
 
 PREFILL_CONTEXT = 1024
-"""Tokens of context that cost a prompt row about as much in attention as all its matrix products."""
+"""Tokens of context that cost a prompt row about as much in attention as all its matrix products; rows are fewer by that
+where answers are running.
+"""
 
 MIN_DRAFT_WINDOW = 64
 """Tokens of draft K/V from which a drafter that did not see a prompt's beginning takes over from n-gram."""
@@ -350,9 +352,10 @@ class EngineCore:
 
     def _prompt_rows(self) -> Iterable[Rows]:
         budget = float(PREFILL_ROWS)
+        holds_up = any(not sequence.prefilling for sequence in self.running)
         for sequence in self.running:
             done = sequence.kv.length
-            cost = 1 + done / PREFILL_CONTEXT
+            cost = 1 + done / PREFILL_CONTEXT if holds_up else 1.0
             if sequence.prefilling and budget >= cost:
                 chunk = sequence.tokens[done : done + int(budget / cost)]
                 budget -= len(chunk) * cost

@@ -102,7 +102,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
     target_identity = identity(folder)
     tokenizer = Tokenizer.from_folder(folder)
     grammars = _grammars(tokenizer, model.vocab)
-    drafter = load_drafter(config.drafter, target, target_identity, slots)
+    drafter = load_drafter(config.drafter, target, target_identity, slots, context)
     core = EngineCore(
         target,
         target.new_kv(slots),

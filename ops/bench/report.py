@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def envelope(
@@ -25,6 +27,16 @@ def envelope(
         "metrics": {key: None if value is None else round(value, 4) for key, value in metrics.items()},
         "table": list(table),
     }
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most ``count`` of the items, evenly over all.
+
+    >>> spread(range(19), 4), spread("ab", 5)
+    ([0, 4, 9, 14], ['a', 'b'])
+    """
+    count = min(count, len(items))
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def progress(message: str) -> None:

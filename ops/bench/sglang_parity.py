@@ -23,7 +23,7 @@ import torch
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
-from redraft.ops.bench.report import envelope, progress
+from redraft.ops.bench.report import envelope, progress, spread
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
 from redraft.retrain.provenance import present_commit
@@ -49,8 +49,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16, help="the one that SGLang was started with")
     arguments = parser.parse_args()
     samples = [s for s in load_samples(arguments.data, TEST) if s.greedy and not s.looping]
-    chosen = samples[:: max(1, len(samples) // arguments.prompts)][: arguments.prompts]
-    prompts = [sample.token_ids[: sample.spans[0][0]] for sample in chosen]
+    prompts = [sample.token_ids[: sample.spans[0][0]] for sample in spread(samples, arguments.prompts)]
     progress(f"{len(prompts)} prompts through the embedded engine")
     config = EngineConfig(model=arguments.model, drafter=arguments.drafter, block_size=arguments.block_size)
     ours, our_answers = _embedded(config, prompts, arguments.max_tokens)

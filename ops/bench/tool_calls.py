@@ -14,7 +14,7 @@ from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.types import is_looping
 from redraft.ops.bench.deployment import running
-from redraft.ops.bench.report import envelope, progress
+from redraft.ops.bench.report import envelope, progress, spread
 from redraft.retrain.agent_target.data import cases
 from redraft.retrain.agent_target.prepared import ABSTAINING, PLAIN_SOURCES, SIMPLE, Case, category_of
 from redraft.retrain.agent_target.recipe import BASE, NAME
@@ -91,7 +91,7 @@ def _tool_prompts(chat: ChatEncoder, scale: int) -> Iterable[Asked]:
         if category in found and len(ids) <= MAX_PROMPT_TOKENS:
             found[category].append(Asked(conversation.source, ids, case))
     for category, prompts in found.items():
-        yield from _spread(prompts, (10 if category in SIMPLE else 5) * scale)
+        yield from spread(prompts, (10 if category in SIMPLE else 5) * scale)
 
 
 def _other_prompts(chat: ChatEncoder, scale: int) -> Iterable[Asked]:
@@ -100,12 +100,7 @@ def _other_prompts(chat: ChatEncoder, scale: int) -> Iterable[Asked]:
         sessions = (c for c in SOURCES[source]() if split_of(c.source, c.family) == "test")
         firsts = (next(iter(Prompts(chat, [session])), None) for session in sessions)
         ids = (prompt.ids for prompt in firsts if prompt and len(prompt.ids) <= MAX_PROMPT_TOKENS)
-        yield from _spread([Asked(source, prompt) for prompt in ids], 4 * scale)
-
-
-def _spread(items: Sequence[Asked], count: int) -> Sequence[Asked]:
-    """At most ``count``, evenly over all."""
-    return items[:: max(1, len(items) // count)][:count]
+        yield from spread([Asked(source, prompt) for prompt in ids], 4 * scale)
 
 
 async def _answers(engine: EmbeddedEngine, asked: Sequence[Asked], model: str) -> list[tuple[int, ...]]:

@@ -87,6 +87,14 @@ def test_a_drafter_of_another_target_is_refused_by_the_first_thing_that_differs(
         check_fits(load_config(folder), load_target_config(tiny_checkpoint), identity(tiny_checkpoint), folder)
 
 
+def test_a_drafter_of_less_context_serves_what_it_reaches(folder: Path, tiny_checkpoint: Path) -> None:
+    edit(folder, max_position_embeddings=100)
+    config, target = load_config(folder), load_target_config(tiny_checkpoint)
+    check_fits(config, target, identity(tiny_checkpoint), folder, context_length=100)
+    with pytest.raises(CheckpointError, match=r"engine\.context_length to 100 at most"):
+        check_fits(config, target, identity(tiny_checkpoint), folder, context_length=101)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
