@@ -23,7 +23,7 @@ class EngineConfig(BaseModel):
         description="auto takes invariant where the start-up self-test proves it, else tolerant.",
     )
     drafter: str = Field(
-        "ngram",
+        "dflash",
         min_length=1,
         description="Who proposes tokens: none, ngram, dflash (the one bundled for the model; n-gram where there is "
         "none), or a drafter checkpoint's folder.",

@@ -7,20 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 
 class Journal:
-    """Appends to ``log.jsonl``, from which entries after ``step`` are dropped first: a resumed run makes them again."""
+    """Appends to ``log.jsonl``, from which entries after ``step`` are dropped first: a resumed run makes them again.
+
+    A number that is none is written as null.
+    """
 
     def __init__(self, folder: Path, step: int) -> None:
         file = folder / "log.jsonl"
         if file.exists():
-            lines = [line for line in file.read_text().splitlines() if json.loads(line)["step"] <= step]
-            file.write_text("".join(f"{line}\n" for line in lines))
+            whole = file.read_text().rpartition("\n")[0].splitlines()
+            file.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
         self._stream = file.open("a")
         self._writer = _writer(folder / "tensorboard", step)
 
     def add(self, step: int, values: Mapping[str, float | list[float]]) -> None:
-        self._stream.write(json.dumps({"step": step, **values}) + "\n")
+        self._stream.write(msgspec.json.encode({"step": step, **values}).decode() + "\n")
         self._stream.flush()
         if self._writer:
             for name, value in values.items():

@@ -41,8 +41,9 @@ PREFILL_ROWS = 192
 """Prompt rows of one pass; bounds how long a prompt can hold up running answers, and a new request."""
 
 PREFILL_CONTEXT = 1024
-"""Tokens of context that cost a prompt row about as much in attention as all its matrix products; rows are fewer by that
-where answers are running.
+"""Tokens of context that cost a prompt row about as much in attention as all its matrix products.
+
+Where answers are running, a pass has fewer rows by that.
 """
 
 MIN_DRAFT_WINDOW = 64

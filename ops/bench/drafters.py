@@ -43,11 +43,11 @@ METHOD = (
     f"{DEFAULT_MODEL} in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "
     "families of the test split: nothing was trained, calibrated or chosen on them. Each drafter runs at the block "
     "size that was fastest on the calibrate split. Every group of sessions is answered by each drafter in turn, in an "
-    "order that rotates; answers are greedy unless said otherwise. Time to first token at 1 session is of cold prompts; "
-    "at 8 and sampled, each session finds its own prefix kept and no other's. tau is committed tokens over verify "
-    "steps, pooled. A speed-up is the ratio of decode time (first to last token) for the same tokens, "
-    "median over pairs. Looping answers (60 tokens or more, fewer than 60 % distinct 8-grams) are in rows of their "
-    "own and in no headline. A lossless violation is an answer that differs from the one without drafter."
+    "order that rotates; answers are greedy unless said otherwise. Time to first token at 1 session is of cold "
+    "prompts; at 8 and sampled, each session finds its own prefix kept and no other's. tau is committed tokens over "
+    "verify steps, pooled. A speed-up is the ratio of decode time (first to last token) for the same tokens, median "
+    "over pairs. Looping answers (60 tokens or more, fewer than 60 % distinct 8-grams) are in rows of their own and "
+    "in no headline. A lossless violation is an answer that differs from the one without drafter."
 )
 
 

@@ -25,7 +25,7 @@ from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
 from redraft.ops.bench.report import envelope, progress, spread
 from redraft.retrain.data.splits import Split
-from redraft.retrain.data.store import load_samples
+from redraft.retrain.data.store import load_samples, verify
 from redraft.retrain.provenance import present_commit
 
 START_SECONDS = 300
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--commit", default=present_commit(), help="for a copy of the code without its history")
     parser.add_argument("--block-size", type=int, default=16, help="the one that SGLang was started with")
     arguments = parser.parse_args()
+    verify(arguments.data)
     samples = [s for s in load_samples(arguments.data, TEST) if s.greedy and not s.looping]
     prompts = [sample.token_ids[: sample.spans[0][0]] for sample in spread(samples, arguments.prompts)]
     progress(f"{len(prompts)} prompts through the embedded engine")

@@ -17,7 +17,7 @@ from redraft.retrain.data.masks import encode_with_spans
 from redraft.retrain.data.sources import SOURCES
 from redraft.retrain.data.sources.bfcl import answers
 from redraft.retrain.data.splits import Split, split_of
-from redraft.retrain.data.store import load_manifest, load_samples
+from redraft.retrain.data.store import load_manifest, load_samples, verify
 
 _TOOL_SOURCES: tuple[Source, ...] = ("bfcl-single", "bfcl-multi-turn")
 CALLING = ("simple_python", "live_simple", "multiple", "live_multiple", "parallel", "live_parallel")
@@ -25,6 +25,7 @@ CALLING = ("simple_python", "live_simple", "multiple", "live_multiple", "paralle
 
 def prepare(base: Path, plain: Path, recipe: Recipe) -> Prepared:
     """Everything training and scoring need; ``plain`` holds prompts and the base's responses to them."""
+    verify(plain)
     base_identity = identity(base)
     manifest = load_manifest(plain)
     if manifest.target != base_identity:

@@ -149,7 +149,10 @@ async def respond_to_all(
         raise DataError(f"{folder} holds answers of another model ({manifest.target}); use a new folder")
     if manifest.max_tokens not in (None, max_tokens):
         raise DataError(f"{folder} holds answers of up to {manifest.max_tokens} tokens, not {max_tokens}")
+    if sampled < (manifest.sampled or 0):
+        raise DataError(f"{folder} is to hold {manifest.sampled} sampled answers a prompt, not {sampled}")
     manifest = msgspec.structs.replace(manifest, target=target, max_tokens=max_tokens, sampled=sampled)
+    writer = store.ResponseWriter(folder)
     store.save_manifest(folder, manifest)
     there = {response.key for response in store.load_responses(folder)}
     done = len(there)
@@ -162,7 +165,6 @@ async def respond_to_all(
                     yield prompt, sampling
 
     todo = wanted()
-    writer = store.ResponseWriter(folder)
 
     async def work() -> None:
         nonlocal done

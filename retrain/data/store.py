@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import lzma
@@ -201,10 +202,19 @@ def _order(response: Response) -> tuple[bool, int]:
 
 
 class ResponseWriter:
-    """Appends responses to a folder; what was added is kept whatever happens to the process."""
+    """Appends responses to a folder; what was added is kept whatever happens to the process.
+
+    Raises `DataError` while another process writes there.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise DataError(f"{folder} is being written by another process; wait for it, or use a new folder") from None
         partial = folder / _PARTIAL
         whole = partial.read_bytes().rpartition(b"\n")[0] if partial.exists() else b""
         _replace(partial, whole + b"\n" * bool(whole))
@@ -221,6 +231,7 @@ class ResponseWriter:
 
     def close(self) -> None:
         self._close_shard()
+        os.close(self._lock)
 
     def _close_shard(self) -> None:
         self._stream.close()

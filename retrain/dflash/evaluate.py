@@ -32,7 +32,8 @@ def evaluate(
     drafter = DFlashModel.load(folder, at)
     longest = drafter.config.block_size - 1
     lengths = sorted({1, *range(3, longest, 2), longest})
-    samples = [sample for sample in load_samples(data, (split,)) if sample.greedy]
+    context = target.target.config.context_length
+    samples = [each for each in load_samples(data, (split,)) if each.greedy and len(each.token_ids) <= context]
     rows = []
     for name, proposals in (("dflash", DFlashReplay(drafter, target)), ("ngram", NgramReplay(longest))):
         replayed: list[Replayed] = []

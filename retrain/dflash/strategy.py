@@ -40,12 +40,16 @@ class DFlashStrategy:
         self._weigh: Weigh = prefix_decay(config.gamma) if config.weights == "prefix_decay" else dpace
 
     def length(self, sample: Sample) -> int:
-        return max((end for start, end in sample.spans if end - start > 1), default=0)
+        return max((end for start, end in self._spans(sample) if end - start > 1), default=0)
+
+    def _spans(self, sample: Sample) -> list[tuple[int, int]]:
+        """Those that lie within the target's context."""
+        return [span for span in sample.spans if span[1] <= self.model.config.context_length]
 
     def loss(self, samples: Sequence[Sample], captured: Sequence[Captured], generator: torch.Generator) -> LossTerms:
         config, size = self._config, self.model.config.block_size
         device = self._target.head.device
-        chosen = [choose_blocks(sample.spans, config.blocks, generator) for sample in samples]
+        chosen = [choose_blocks(self._spans(sample), config.blocks, generator) for sample in samples]
         shape = (len(samples), max(1, *map(len, chosen)))
         starts = torch.zeros(shape, dtype=torch.int64)
         tokens = torch.zeros(shape, dtype=torch.int64)

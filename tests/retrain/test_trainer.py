@@ -21,6 +21,7 @@ from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import Captured, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.journal import Journal
 from redraft.retrain.trainer import DRAFTER, Trainer, cosine_with_warmup
 
 from .conftest import CPU, make_record, make_sample, random_tokens
@@ -233,6 +234,32 @@ def test_looping_answers_and_those_too_short_to_draft_in_are_not_learnt_from(sta
     assert set(run.drawn) == {SAMPLES[0].id}
     with pytest.raises(TrainingError, match="nothing can be learnt"):
         start("none", samples=[looping, short])
+
+
+def test_what_lies_beyond_the_target_s_context_is_not_learnt_from(
+    start: Callable[..., Run], shape: DFlashConfig
+) -> None:
+    beyond = shape.context_length + 10
+    long = make_sample(random_tokens(beyond, 0), [(4, 20), (30, beyond)], id="long")
+    run = start("run", samples=[long], steps=2)
+    assert run.strategy.length(long) == 20
+    run.trainer.run()
+    alone = make_sample(random_tokens(beyond, 0), [(30, beyond)], id="alone")
+    with pytest.raises(TrainingError, match="nothing can be learnt"):
+        start("none", samples=[alone])
+
+
+def test_a_log_goes_on_after_a_line_that_a_crash_left_half_written(tmp_path: Path) -> None:
+    first = Journal(tmp_path, 0)
+    for step in (1, 2, 3):
+        first.add(step, {"loss": math.nan})
+    first.close()
+    with (tmp_path / "log.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    again = Journal(tmp_path, 2)
+    again.add(3, {"loss": 0.5})
+    again.close()
+    assert log(tmp_path) == [{"step": 1, "loss": None}, {"step": 2, "loss": None}, {"step": 3, "loss": 0.5}]
 
 
 def test_every_epoch_draws_every_sample_once(start: Callable[..., Run]) -> None:

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 from redraft.engine.chat.grammar import GrammarCompiler, json_constraint, tool_call_constraint
 from redraft.engine.chat.messages import Tool
 from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.checkpoints.identity import identity
+from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.model import Target
 from redraft.engine.policy.fixed import FixedLength
-from redraft.engine.types import Commit, GenerationRequest, SamplingParams, StopConditions
+from redraft.engine.types import Commit, DrafterVersion, GenerationRequest, SamplingParams, StopConditions
 
 from .conftest import run
 from .test_core import ScriptedDrafter
@@ -67,6 +70,13 @@ def requests(draw: st.DrawFn) -> GenerationRequest:
     )
 
 
+@pytest.fixture(scope="module")
+def dflash(make_dflash: Callable[..., Path], tiny_checkpoint: Path, tiny_target: Target) -> DFlashDrafter:
+    """Of random weights, with as many slots as `make_core`'s cache."""
+    folder = make_dflash(tiny_checkpoint, block_size=16)
+    return DFlashDrafter(folder, DrafterVersion("dflash", "random"), tiny_target, identity(tiny_checkpoint), 8192)
+
+
 def outcome(commits: list[Commit]) -> dict[tuple[str, int], Any]:
     """All that a client may see of each choice."""
     seen: dict[tuple[str, int], Any] = {}
@@ -86,13 +96,18 @@ def outcome(commits: list[Commit]) -> dict[tuple[str, int], Any]:
     st.data(),
 )
 def test_speculation_changes_nothing_under_any_parameters(
-    make_core: Callable[..., EngineCore], batch: list[GenerationRequest], block_size: int, data: st.DataObject
+    make_core: Callable[..., EngineCore],
+    dflash: DFlashDrafter,
+    batch: list[GenerationRequest],
+    block_size: int,
+    data: st.DataObject,
 ) -> None:
     plain = run(make_core(), [as_plain(request) for request in batch])
     expected = outcome(plain)
     prompts = {request.request_id: list(request.prompt_ids) for request in batch}
     truth = [prompts[request_id] + entry["ids"] for (request_id, _), entry in expected.items()]
-    drafter = ScriptedDrafter(truth, wrong=data.draw(st.sampled_from([0.0, 0.3])))
+    wrong = data.draw(st.sampled_from([0.0, 0.3, None]))
+    drafter = dflash if wrong is None else ScriptedDrafter(truth, wrong)
     core = make_core(drafter, policy=FixedLength(block_size), block_size=block_size)
     assert outcome(run(core, batch)) == expected
     for request in batch:

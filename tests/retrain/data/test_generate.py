@@ -261,6 +261,14 @@ def ask(url: str, sampling: SamplingParams) -> Answer:
     return asyncio.run(answered())
 
 
+def test_only_one_process_writes_into_a_folder(tmp_path: Path) -> None:
+    writer = store.ResponseWriter(tmp_path)
+    with pytest.raises(DataError, match="being written by another process"):
+        store.ResponseWriter(tmp_path)
+    writer.close()
+    store.ResponseWriter(tmp_path).close()
+
+
 @pytest.mark.parametrize(("hang_ups", "answered"), [(1, True), (4, True), (5, False)])
 def test_sglang_is_asked_again_when_it_hangs_up(hang_ups: int, answered: bool) -> None:
     asked = iter(range(100))
