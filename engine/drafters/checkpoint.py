@@ -11,6 +11,7 @@ from torch import Tensor
 
 from redraft.engine.checkpoints.checkpoint import open_tensors
 from redraft.engine.checkpoints.errors import CheckpointError
+from redraft.engine.checkpoints.safetensors_file import DTYPE_BYTES
 
 SHARD_BYTES = 15 << 20
 """Largest file of weights."""
@@ -30,6 +31,11 @@ def read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
             raise DrafterError(
                 f"{entries[name].file}: tensor {name} has shape {list(entries[name].shape)}; "
                 f"config.json calls for {list(shape)}."
+            )
+        if entries[name].dtype not in DTYPE_BYTES:
+            raise DrafterError(
+                f"{entries[name].file}: tensor {name} is of type {entries[name].dtype}; "
+                f"supported are {', '.join(DTYPE_BYTES)}."
             )
     unexpected = sorted(entries.keys() - shapes.keys())
     if unexpected:

@@ -24,6 +24,8 @@ ARCHITECTURE = "DFlashDraftModel"
 
 Positive = Annotated[int, Meta(ge=1)]
 Token = Annotated[int, Meta(ge=0)]
+Layers = Annotated[int, Meta(ge=1, le=1024)]
+BlockSize = Annotated[int, Meta(ge=2, le=64)]
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class DFlashConfig:
 class _Nested(Struct, frozen=True):
     mask_token_id: Token
     target_layer_ids: Annotated[list[Token], Meta(min_length=1)]
-    block_size: Positive | None = None
+    block_size: BlockSize | None = None
     num_target_layers: Positive | None = None
 
 
@@ -91,7 +93,7 @@ class _RopeParameters(Struct, frozen=True):
 
 
 class _File(Struct, frozen=True):
-    num_hidden_layers: Positive
+    num_hidden_layers: Layers
     hidden_size: Positive
     num_attention_heads: Positive
     num_key_value_heads: Positive
@@ -104,7 +106,7 @@ class _File(Struct, frozen=True):
     rope_theta: Annotated[float, Meta(gt=0)] | None = None
     rope_parameters: _RopeParameters | None = None
     rope_scaling: dict[str, Any] | None = None
-    block_size: Positive | None = None
+    block_size: BlockSize | None = None
     num_target_layers: Positive | None = None
     layer_types: list[str] | None = None
     hidden_act: str = "silu"

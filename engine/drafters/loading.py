@@ -52,6 +52,9 @@ def content_id(folder: Path) -> str:
     """An id that only these weights and this configuration have: 16 hex digits of a SHA-256 over the files."""
     digest = hashlib.sha256()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        with file.open("rb") as stream:
-            digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+        try:
+            with file.open("rb") as stream:
+                digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())
+        except OSError as error:
+            raise DrafterError(f"{folder} is no drafter checkpoint: {file.name}: {error.strerror}.") from error
     return digest.hexdigest()[:16]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from redraft.engine.checkpoints.checkpoint import load_config as load_target_config
 from redraft.engine.checkpoints.errors import CheckpointError
@@ -100,6 +101,9 @@ def test_a_drafter_of_less_context_serves_what_it_reaches(folder: Path, tiny_che
     [
         ({"architectures": ["LlamaForCausalLM"]}, "no DFlashDraftModel"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"block_size": 1}, "block_size"),
+        ({"block_size": 10**9}, "block_size"),
         ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "yarn"),
         ({"num_key_value_heads": 4}, "evenly"),
@@ -121,6 +125,13 @@ def test_tensors_that_are_missing_misshapen_or_unknown_are_named(folder: Path) -
         load(folder)
     edit(folder, num_hidden_layers=1)
     with pytest.raises(CheckpointError, match=r"layers\.1\.\S+ is not part"):
+        load(folder)
+
+
+def test_weights_that_are_no_floats_are_refused(folder: Path) -> None:
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: tensor.to(torch.int64) for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(CheckpointError, match="is of type I64"):
         load(folder)
 
 

@@ -53,6 +53,11 @@ def test_a_name_that_is_none_is_named(target: Target, name: str) -> None:
         load_drafter(name, target, "tiny", 64)
 
 
+def test_a_folder_without_a_drafter_is_named(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(DrafterError, match=r"is no drafter checkpoint: config\.json"):
+        load_drafter(str(tmp_path), target, "tiny", 64)
+
+
 def test_a_version_is_of_weights_and_configuration_wherever_they_lie(
     tiny_checkpoint: Path, make_dflash: Callable[..., Path], tmp_path: Path
 ) -> None:
