@@ -15,10 +15,10 @@ from redraft.retrain.errors import TrainingError
 class TrainConfig(BaseModel):
     """Counts are of steps, sequences, blocks and tokens; sizes in bytes."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     steps: int = Field(5000, ge=1, description="Optimizer steps.")
-    sequences: int = Field(32, ge=1, description="Sequences of a step.")
+    sequences: int = Field(32, ge=1, le=1 << 16, description="Sequences of a step.")
     blocks: int = Field(48, ge=1, description="Most blocks of a sequence in a step.")
     block_size: int = Field(8, ge=2, le=64, description="Block start plus draft slots.")
     layers: int = Field(3, ge=1, description="The drafter's layers, and how many of the target's it reads.")
@@ -35,7 +35,7 @@ class TrainConfig(BaseModel):
     warmup: int = Field(100, ge=0, description="Steps until the peak.")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's, of matrices only.")
     clip: float = Field(1.0, gt=0, description="Largest norm of a step's gradient.")
-    seed: int = Field(0, ge=0, description="Decides initial weights, the order of data and the blocks.")
+    seed: int = Field(0, ge=0, lt=1 << 63, description="Decides initial weights, the order of data and the blocks.")
     save_every: int = Field(500, ge=1, description="Steps between states that a run can resume from.")
     log_every: int = Field(10, ge=1, description="Steps between lines of the log.")
     pass_tokens: int = Field(
@@ -59,8 +59,11 @@ def load_recipe(path: Path | None, **overrides: Any) -> TrainConfig:
             content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise TrainingError(f"{path} cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise TrainingError(f"{path} is not YAML: {error}") from None
+        except yaml.MarkedYAMLError as error:
+            line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            raise TrainingError(f"{path}{line}: not valid YAML: {error.problem}") from None
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            raise TrainingError(f"{path}: not valid YAML: {str(error).splitlines()[0]}") from None
         if not isinstance(content, dict):
             raise TrainingError(f"{path} must hold keys and values")
     given = {key: value for key, value in overrides.items() if value is not None}

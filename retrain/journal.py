@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from redraft.retrain.errors import TrainingError
+
 
 class Journal:
     """Appends to ``log.jsonl``, from which entries after ``step`` are dropped first: a resumed run makes them again.
@@ -20,7 +22,11 @@ class Journal:
         file = folder / "log.jsonl"
         if file.exists():
             whole = file.read_text().rpartition("\n")[0].splitlines()
-            file.write_text("".join(f"{line}\n" for line in whole if json.loads(line)["step"] <= step))
+            try:
+                kept = [line for line in whole if json.loads(line)["step"] <= step]
+            except (ValueError, LookupError, TypeError) as error:
+                raise TrainingError(f"{file} is damaged; move it away to go on without it") from error
+            file.write_text("".join(f"{line}\n" for line in kept))
         self._stream = file.open("a")
         self._writer = _writer(folder / "tensorboard", step)
 

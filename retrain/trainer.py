@@ -104,18 +104,19 @@ class Trainer:
         file = self._folder / STATE
         try:
             state = torch.load(file, map_location=self._device, weights_only=True)
+            run, model, optimizer, bad, step = (state[key] for key in ("run", "model", "optimizer", "bad", "step"))
         except FileNotFoundError:
             raise TrainingError(f"{self._folder} has no {STATE}; nothing was saved to resume from") from None
-        except (RuntimeError, EOFError, UnpicklingError) as error:
+        except (RuntimeError, EOFError, UnpicklingError, LookupError, TypeError, ValueError) as error:
             raise TrainingError(f"{file} is damaged; begin again in a new folder") from error
         mine = self._fingerprint()
-        for key, theirs in state["run"].items():
+        for key, theirs in run.items():
             if mine.get(key) != theirs:
                 raise TrainingError(f"{file} is of a run with {key} {theirs}, not {mine.get(key)}; use a new folder")
-        self._strategy.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._bad = state["bad"]
-        self.step = state["step"]
+        self._strategy.model.load_state_dict(model)
+        self._optimizer.load_state_dict(optimizer)
+        self._bad = bad
+        self.step = step
 
     def run(self, progress: Progress = silent) -> None:
         """Train to the last step, logging, saving and exporting on the way.

@@ -47,6 +47,8 @@ def train(
             "a drafter learns from its own target's answers only"
         )
     samples = list(load_samples(data, TRAIN))
+    if not samples:
+        raise TrainingError(f"{data} holds no answers to learn from; have some made: redraft data generate {data}")
     record = provenance(
         config,
         target=target.identity,
@@ -62,6 +64,10 @@ def train(
         block_size=config.block_size,
         mask_token_id=config.mask_token_id,
     )
+    if len(set(shape.feature_layers)) < config.layers:
+        raise TrainingError(
+            f"layers: {config.layers} are too many for a target of {target.target.config.layers} layers"
+        )
     check_fits(shape, target.target.config, target.identity, out)
     capture = FeatureCapture(target.target, shape.feature_layers)
     cache = FeatureCache(capture, cache_budget(config.cache_bytes, device), hidden=config.loss == "distribution")

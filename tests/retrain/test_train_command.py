@@ -145,7 +145,7 @@ def test_what_is_not_there_is_named_without_a_traceback(
         (("dflash", "--data", tmp_path / "none", *out, *model), "holds no training data"),
         (("dflash", "--data", data, *out, *model, "--resume"), "nothing was saved to resume from"),
         (("dflash", "--data", data, *out, *model, "--config", tmp_path / "none.yaml"), "cannot be read"),
-        (("dflash", "--data", data, *out, *model, "--config", deep), "target_layer_ids"),
+        (("dflash", "--data", data, *out, *model, "--config", deep), "layers: 40 are too many for a target of"),
         (("dflash", "--data", data, *out, *model, "--config", masked), "mask_token_id 99999 is outside the vocabulary"),
         (("eval", tmp_path / "run", "--data", data, *model), "run"),
     ):
@@ -154,3 +154,14 @@ def test_what_is_not_there_is_named_without_a_traceback(
         assert said in err
         assert "unexpected" not in err
         assert err.startswith("error: ")
+
+
+def test_data_that_nobody_answered_is_not_learnt_from(
+    redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    for shard in data.glob("responses-*"):
+        shard.unlink()
+    write_manifest(data, identity(checkpoint))
+    code, _, err = redraft("train", "dflash", "--data", data, "--out", tmp_path / "run", "--model", checkpoint)
+    assert code == 1
+    assert "holds no answers to learn from; have some made: redraft data generate" in err

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -118,10 +119,23 @@ def test_a_damaged_state_is_named(start: Callable[..., Run], tmp_path: Path) -> 
     run.trainer.run()
     file = tmp_path / "run" / "state.pt"
     whole = file.read_bytes()
-    for damaged in (b"", b"not a state", whole[: len(whole) // 2]):
+    other = BytesIO()
+    torch.save({"step": 3}, other)
+    for damaged in (b"", b"not a state", b"hello\n", other.getvalue(), whole[: len(whole) // 2]):
         file.write_bytes(damaged)
         with pytest.raises(TrainingError, match=r"state\.pt is damaged"):
             start("run", steps=3).trainer.resume()
+
+
+def test_a_damaged_log_is_named_and_left_as_it_is(start: Callable[..., Run], tmp_path: Path) -> None:
+    start("run", steps=3).trainer.run()
+    file = tmp_path / "run" / "log.jsonl"
+    file.write_text("{nonsense\n")
+    again = start("run", steps=3).trainer
+    again.resume()
+    with pytest.raises(TrainingError, match=r"log\.jsonl is damaged"):
+        again.run()
+    assert file.read_text() == "{nonsense\n"
 
 
 def test_a_run_is_not_resumed_with_another_recipe(start: Callable[..., Run]) -> None:
@@ -328,6 +342,25 @@ def test_a_recipe_is_strict_and_names_what_was_meant(tmp_path: Path) -> None:
     assert load_recipe(file, steps=None, seed=3) == TrainConfig(steps=5, seed=3)
     with pytest.raises(TrainingError, match="cannot be read"):
         load_recipe(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", ["learning_rate: .inf", "weight_decay: .nan", f"seed: {1 << 63}", f"sequences: {10**12}", "block_size: 65"]
+)
+def test_absurd_numbers_are_refused_by_their_key(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(TrainingError, match=f"{text.partition(':')[0]}: Input should be"):
+        load_recipe(file)
+
+
+@pytest.mark.parametrize("text", ["a: b: c", "steps: [1\n\n", "steps: 2026-13-45", "[" * 5000, "a: \0"])
+def test_a_recipe_that_is_not_yaml_is_one_line(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(TrainingError, match="not valid YAML") as raised:
+        load_recipe(file)
+    assert "\n" not in str(raised.value)
 
 
 def test_the_shipped_recipe_is_sound() -> None:
