@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -67,6 +68,8 @@ class SglangResponder:
     """
 
     def __init__(self, url: str, concurrency: int = 512) -> None:
+        if not _is_server(url):
+            raise DataError(f"{url!r} is not the URL of a server, such as http://127.0.0.1:30000")
         self.concurrency = concurrency
         self._url = url.rstrip("/")
         certificates = httpx.create_ssl_context()
@@ -106,6 +109,14 @@ class SglangResponder:
     async def close(self) -> None:
         for client in self._clients:
             await client.aclose()
+
+
+def _is_server(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 async def _post(client: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
@@ -199,6 +210,7 @@ def make_prompts(
 
     if (folder / "prompts.jsonl.xz").exists():
         raise DataError(f"{folder} holds prompts already; use a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
     encoder = ChatEncoder.from_folder(model_folder)
     conversations = [conversation for source in sources for conversation in SOURCES[source]()]
     prompts = Prompts(encoder, conversations)

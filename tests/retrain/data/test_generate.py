@@ -328,6 +328,20 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         ask(url, GREEDY)
 
 
+@pytest.mark.parametrize(
+    "url", ["", "localhost:30000", "ftp://127.0.0.1", "http://", "http://127.0.0.1:99999", "http://["]
+)
+def test_what_is_no_url_of_a_server_is_one_line(url: str) -> None:
+    with pytest.raises(DataError, match="is not the URL of a server"):
+        SglangResponder(url)
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_rendering(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        make_prompts(tmp_path / "file", tmp_path / "no-model", model="tiny", sources=(), command="", commit=None)
+
+
 def test_reading_a_folder_and_asking_a_server_need_few_libraries() -> None:
     code = (
         "import sys, redraft.retrain.data.store, redraft.retrain.data.generate\n"
