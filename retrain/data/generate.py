@@ -253,6 +253,8 @@ def _counted(folder: Path, manifest: store.Manifest) -> store.Manifest:
         responses += 1
         tokens += len(response.token_ids)
         looping += response.looping
+    if not responses:
+        manifest = msgspec.structs.replace(manifest, target=None, max_tokens=None, sampled=None)
     return store.save_manifest(
         folder,
         msgspec.structs.replace(

@@ -191,6 +191,14 @@ def test_answers_of_two_models_do_not_mix(folder: Path) -> None:
         asyncio.run(respond_to_all(folder, Echo(), target="b" * 64, sampled=0))
 
 
+def test_a_folder_belongs_to_nobody_until_somebody_answered(folder: Path) -> None:
+    before = store.load_manifest(folder)
+    with pytest.raises(DataError, match="the server is gone"):
+        asyncio.run(respond_to_all(folder, Echo(patience=0), target=TARGET, sampled=3))
+    assert store.load_manifest(folder) == before
+    assert asyncio.run(respond_to_all(folder, Echo(), target="b" * 64, sampled=0)).target == "b" * 64
+
+
 def test_looping_answers_are_marked(folder: Path) -> None:
     class Loops(Echo):
         async def respond(self, prompt_ids: tuple[int, ...], sampling: SamplingParams, max_tokens: int) -> Answer:
