@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.store import load_manifest, verify
 
 
@@ -27,15 +28,20 @@ class Provenance(Struct, frozen=True, kw_only=True):
     config: dict[str, str | int | float | bool | None]
 
 
-def describe_data(folder: Path) -> tuple[str, str | None]:
-    """Hash of the training data in ``folder``, and the identity of the target that answered.
+def data_of(folder: Path, target: str) -> str:
+    """Hash of the training data in ``folder``, which ``target`` answered.
 
-    Raises `DataError` if a file is not what its manifest says.
+    Raises `DataError` if another target did, or a file is not what its manifest says.
     """
     verify(folder)
     manifest = load_manifest(folder)
+    if manifest.target not in (None, target):
+        raise DataError(
+            f"{folder} was answered by the target {manifest.target[:12]}, this one is {target[:12]}; "
+            "a drafter is of use only for its own target's answers"
+        )
     content = msgspec.json.encode(sorted(manifest.sha256.items()))
-    return hashlib.sha256(content).hexdigest(), manifest.target
+    return hashlib.sha256(content).hexdigest()
 
 
 def provenance(

@@ -12,7 +12,9 @@ from redraft.engine.drafters.dflash_checkpoint import check_fits, load_config
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
 from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.errors import TrainingError
 from redraft.retrain.frozen import FrozenTarget, pick_device
+from redraft.retrain.provenance import data_of
 from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay, Replayed, pooled, replay
 from redraft.retrain.trainer import DRAFTER, Progress, silent
 
@@ -29,11 +31,14 @@ def evaluate(
     at = pick_device(device)
     target = FrozenTarget.load(resolve(model), at, torch.bfloat16)
     check_fits(load_config(folder), target.target.config, target.identity, folder)
+    data_of(data, target.identity)
     drafter = DFlashModel.load(folder, at)
     longest = drafter.config.block_size - 1
     lengths = sorted({1, *range(3, longest, 2), longest})
     context = target.target.config.context_length
     samples = [each for each in load_samples(data, (split,)) if each.greedy and len(each.token_ids) <= context]
+    if not samples:
+        raise TrainingError(f"{data} holds no greedy answers of the split {split}; there is nothing to replay")
     rows = []
     for name, proposals in (("dflash", DFlashReplay(drafter, target)), ("ngram", NgramReplay(longest))):
         replayed: list[Replayed] = []

@@ -16,7 +16,7 @@ from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import FeatureCache, FeatureCapture, cache_budget
 from redraft.retrain.frozen import FrozenTarget, pick_device
-from redraft.retrain.provenance import describe_data, provenance
+from redraft.retrain.provenance import data_of, provenance
 from redraft.retrain.trainer import STATE, Progress, Trainer, silent
 
 TRAIN: tuple[Split, ...] = ("train",)
@@ -40,12 +40,7 @@ def train(
         raise TrainingError(f"{out} already holds a run; resume it, or name another folder")
     device = pick_device(config.device)
     target = FrozenTarget.load(resolve(model), device, getattr(torch, config.dtype))
-    data_hash, answered_by = describe_data(data)
-    if answered_by is not None and answered_by != target.identity:
-        raise TrainingError(
-            f"{data} was answered by the target {answered_by[:12]}, {model} is {target.identity[:12]}; "
-            "a drafter learns from its own target's answers only"
-        )
+    data_hash = data_of(data, target.identity)
     samples = list(load_samples(data, TRAIN))
     if not samples:
         raise TrainingError(f"{data} holds no answers to learn from; have some made: redraft data generate {data}")

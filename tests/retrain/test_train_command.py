@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from redraft.engine.checkpoints import identity
-from redraft.engine.drafters.dflash_checkpoint import load
+from redraft.engine.drafters.dflash_checkpoint import load, save
 from redraft.engine.types import SamplingParams
 from redraft.ops import cli
 from redraft.retrain.data.prompts import Prompt
 from redraft.retrain.data.responses import Response
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import Manifest, ResponseWriter, save_manifest, save_prompts
+from redraft.retrain.dflash.model import DFlashModel
 
 from .conftest import random_tokens
 
@@ -36,6 +37,13 @@ def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return int(leaving.value.code or 0), captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def saved(drafter: DFlashModel, tmp_path: Path) -> Path:
+    """A drafter's folder."""
+    save(tmp_path / "drafter", drafter.config, drafter.state_dict(), card="")
+    return tmp_path / "drafter"
 
 
 @pytest.fixture
@@ -125,13 +133,14 @@ def test_a_drafter_is_trained_resumed_and_evaluated_from_the_command_line(
     assert "dflash" in out
 
 
-def test_another_target_s_answers_are_not_learnt_from(
-    redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path
+def test_another_target_s_answers_are_neither_learnt_from_nor_replayed(
+    redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path, saved: Path
 ) -> None:
     write_manifest(data, "0" * 64)
-    code, out, err = redraft("train", "dflash", "--data", data, "--out", tmp_path / "run", "--model", checkpoint)
-    assert (code, out) == (1, "")
-    assert "was answered by the target 000000000000" in err
+    for arguments in (("dflash", "--out", tmp_path / "run"), ("eval", saved)):
+        code, out, err = redraft("train", *arguments, "--data", data, "--model", checkpoint)
+        assert (code, out) == (1, "")
+        assert "was answered by the target 000000000000" in err
 
 
 def test_what_is_not_there_is_named_without_a_traceback(
@@ -156,8 +165,8 @@ def test_what_is_not_there_is_named_without_a_traceback(
         assert err.startswith("error: ")
 
 
-def test_data_that_nobody_answered_is_not_learnt_from(
-    redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path
+def test_data_that_nobody_answered_is_neither_learnt_from_nor_replayed(
+    redraft: Redraft, data: Path, checkpoint: Path, tmp_path: Path, saved: Path
 ) -> None:
     for shard in data.glob("responses-*"):
         shard.unlink()
@@ -165,3 +174,6 @@ def test_data_that_nobody_answered_is_not_learnt_from(
     code, _, err = redraft("train", "dflash", "--data", data, "--out", tmp_path / "run", "--model", checkpoint)
     assert code == 1
     assert "holds no answers to learn from; have some made: redraft data generate" in err
+    code, _, err = redraft("train", "eval", saved, "--data", data, "--model", checkpoint)
+    assert code == 1
+    assert "holds no greedy answers of the split calibrate" in err
