@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from redraft.engine.checkpoints import CheckpointError, identity, list_models, models_dir, resolve, validate
+from redraft.engine.checkpoints.models import local_folder
 from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.config import LoadedConfig
 from redraft.ops.deployment import Deployment
@@ -64,6 +65,7 @@ def check(config: Path | None) -> Iterator[Finding]:
     yield from _memory(loaded)
     yield _disk()
     yield _model(loaded)
+    yield _drafter(loaded)
     yield from _deployment(loaded, deployment)
 
 
@@ -143,6 +145,16 @@ def _model(loaded: LoadedConfig) -> Finding:
     except CheckpointError as error:
         return Finding("fail", f"model {loaded.config.engine.model}", str(error))
     return Finding("ok", f"model {loaded.config.engine.model} in {folder}")
+
+
+def _drafter(loaded: LoadedConfig) -> Finding:
+    """Whether there is such a drafter; whether it fits the model is seen at the start, which imports torch."""
+    name = loaded.config.engine.drafter
+    folder = local_folder(name)
+    if name in ("none", "ngram", "dflash") or (folder and (folder / "config.json").exists()):
+        return Finding("ok", f"drafter {name}")
+    mend = "Set engine.drafter to none, ngram, dflash or the folder of a checkpoint (of a training run: its drafter/)."
+    return Finding("fail", f"no drafter {name}", mend)
 
 
 def _deployment(loaded: LoadedConfig, deployment: Deployment) -> Iterator[Finding]:

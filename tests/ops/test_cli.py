@@ -281,6 +281,22 @@ def test_doctor_notices_weights_that_are_not_what_was_pulled(
         assert said == ([] if is_what_was_pulled else [f"model {model} is not what was pulled"])
 
 
+def test_doctor_says_where_there_is_no_such_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text("{}")
+    for drafter, is_there in (
+        ("none", True),
+        ("dflash", True),
+        (str(tmp_path / "drafter"), True),
+        (str(tmp_path / "run"), False),
+        ("nonsense", False),
+    ):
+        monkeypatch.setenv("REDRAFT_ENGINE__DRAFTER", drafter)
+        said = [finding.what for finding in doctor.check(None) if finding.level == "fail" and "drafter" in finding.what]
+        assert said == ([] if is_there else [f"no drafter {drafter}"])
+
+
 @pytest.mark.parametrize(
     ("installed", "said"),
     [
