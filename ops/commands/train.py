@@ -97,5 +97,5 @@ def _bar() -> Iterator[Report]:
 if __name__ == "__main__":
     try:
         app()
-    except (CheckpointError, DataError, TrainingError) as error:
+    except (CheckpointError, DataError, OSError, TrainingError) as error:
         sys.exit(f"error: {error}")

@@ -22,7 +22,7 @@ def main() -> None:
     arguments = _parser().parse_args()
     try:
         arguments.command(arguments)
-    except (CheckpointError, DataError, TrainingError) as error:
+    except (CheckpointError, DataError, OSError, TrainingError) as error:
         sys.exit(f"error: {error}")
 
 

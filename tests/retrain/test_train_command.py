@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -177,3 +178,23 @@ def test_data_that_nobody_answered_is_neither_learnt_from_nor_replayed(
     code, _, err = redraft("train", "eval", saved, "--data", data, "--model", checkpoint)
     assert code == 1
     assert "holds no greedy answers of the split calibrate" in err
+
+
+@pytest.mark.filterwarnings("ignore:.* found in sys.modules")
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("redraft.ops.commands.train", ("dflash", "--data", "{file}", "--out", "{file}", "--model", "{model}")),
+        ("redraft.retrain.agent_target", ("prepare", "--plain", "{file}", "--base", "{model}", "{file}")),
+    ],
+)
+def test_a_file_in_a_folder_s_place_is_one_line_without_the_command_too(
+    module: str, arguments: tuple[str, ...], checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    places = {"file": tmp_path / "file", "model": checkpoint}
+    monkeypatch.setattr(sys, "argv", [module, *(argument.format(**places) for argument in arguments)])
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_module(module, run_name="__main__")
+    assert str(leaving.value.code).startswith("error: ")
+    assert "file" in str(leaving.value.code)
