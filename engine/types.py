@@ -56,6 +56,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return "greedy" if self.temperature < MIN_TEMPERATURE else "sampled"
 
 
+GREEDY = SamplingParams(temperature=0.0)
+
+
 class StopConditions(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """When an answer ends: after ``max_tokens``, at an end token, a stop token id, or a stop string."""
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from redraft.engine.drafters.lookup import SuffixIndex
-from redraft.engine.types import DrafterVersion, SamplingParams
+from redraft.engine.types import GREEDY, DrafterVersion, SamplingParams
 
 
 class Proposal(Struct, frozen=True):
@@ -19,9 +19,6 @@ class Proposal(Struct, frozen=True):
     tokens: tuple[int, ...] = ()
     draft_prob: tuple[float, ...] | None = None
     match_length: int | None = None
-
-
-GREEDY = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.server import build_core
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.types import (
+    GREEDY,
     AcceptLength,
     GenerationRequest,
     Principal,
@@ -37,7 +38,6 @@ NONE = "none"
 DRAFTERS = (NONE, "ngram", "dflash")
 BLOCK_SIZES = (4, 8, 16)
 LOADS = (1, 8)
-GREEDY = SamplingParams(temperature=0)
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.95, seed=1)
 METHOD = (
     f"{DEFAULT_MODEL} in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "

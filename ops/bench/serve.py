@@ -26,10 +26,10 @@ from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.embedded.model import Target
 from redraft.engine.types import (
+    GREEDY,
     AcceptLength,
     GenerationRequest,
     Principal,
-    SamplingParams,
     StopConditions,
     is_looping,
 )
@@ -38,7 +38,6 @@ from redraft.ops.bench.report import envelope, progress
 from redraft.retrain.data.sources.bfcl import AgentSession, sessions
 from redraft.retrain.provenance import present_commit
 
-GREEDY = SamplingParams(temperature=0)
 VERIFY_ROWS = 8
 MAX_PROMPT_TOKENS = 2048
 METHOD = (

@@ -12,7 +12,7 @@ from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.checkpoints import resolve
 from redraft.engine.config import EngineConfig
 from redraft.engine.embedded.client import EmbeddedEngine
-from redraft.engine.types import is_looping
+from redraft.engine.types import GREEDY, is_looping
 from redraft.ops.bench.deployment import running
 from redraft.ops.bench.report import envelope, progress, spread
 from redraft.retrain.agent_target.data import cases
@@ -20,7 +20,7 @@ from redraft.retrain.agent_target.prepared import ABSTAINING, PLAIN_SOURCES, SIM
 from redraft.retrain.agent_target.recipe import BASE, NAME
 from redraft.retrain.agent_target.scoring import is_correct, is_valid, looping_share, shares, take_apart
 from redraft.retrain.data.conversation import Source
-from redraft.retrain.data.generate import GREEDY, EngineResponder
+from redraft.retrain.data.generate import EngineResponder
 from redraft.retrain.data.prompts import Prompts
 from redraft.retrain.data.sources import SOURCES
 from redraft.retrain.data.splits import split_of

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from redraft.engine.protocol import Engine
-from redraft.engine.types import FinishReason, GenerationRequest, SamplingParams, StopConditions, is_looping
+from redraft.engine.types import GREEDY, FinishReason, GenerationRequest, SamplingParams, StopConditions, is_looping
 from redraft.retrain.data import store
 from redraft.retrain.data.conversation import Source
 from redraft.retrain.data.errors import DataError
@@ -21,7 +21,6 @@ from redraft.retrain.data.prompts import Prompt
 from redraft.retrain.data.responses import Response
 
 MAX_TOKENS = 320
-GREEDY = SamplingParams(temperature=0)
 TEMPERATURE, TOP_P = 0.7, 0.95
 ATTEMPTS = 5
 
