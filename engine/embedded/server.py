@@ -304,7 +304,7 @@ class EngineServer:
 def _unknown_drafter(version: DrafterVersion) -> str | None:
     if version == NgramDrafter.version:
         return None
-    return f"this engine cannot serve drafter {version.kind} {version.id}; it has n-gram only"
+    return f"drafter {version.kind} {version.id} cannot be taken up by a running engine; set engine.drafter and restart"
 
 
 def main(config: EngineConfig, socket: Path) -> None:
