@@ -48,7 +48,6 @@ class TrainConfig(BaseModel):
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to train.")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of computation; weights are kept in fp32.")
-    compile: bool = Field(False, description="Compile the drafter with torch.compile.")
 
 
 def load_recipe(path: Path | None, **overrides: Any) -> TrainConfig:

@@ -237,7 +237,7 @@ class Trainer:
 
     def _fingerprint(self) -> dict[str, str | int | float | bool | None]:
         """What must be equal for a run to be the same run."""
-        free = {"save_every", "log_every", "cache_bytes", "device", "compile"}
+        free = {"save_every", "log_every", "cache_bytes", "device"}
         config = {key: value for key, value in self._record.config.items() if key not in free}
         return {"target": self._record.target, "data": self._record.data, "samples": len(self._samples), **config}
 

@@ -11,6 +11,16 @@ import pytest
 
 from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What is marked ``gpu`` runs wherever there is one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
 TINY_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 96,

@@ -69,7 +69,10 @@ def main() -> None:
         {"engine": name, "committed": accept.committed, "verify_steps": accept.verify_steps}
         for name, accept in (("embedded", ours), ("sglang", theirs))
     ]
-    print(json.dumps(envelope("sglang_parity", METHOD, arguments.commit, metrics, table) | {"device": _device()}))
+    method = (
+        f"{METHOD} {len(prompts)} prompts, {arguments.max_tokens} tokens at most, block size {arguments.block_size}."
+    )
+    print(json.dumps(envelope("sglang_parity", method, arguments.commit, metrics, table) | {"device": _device()}))
 
 
 def _wait_for(url: str) -> None:

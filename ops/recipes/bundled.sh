@@ -2,7 +2,7 @@
 # Makes the default target's adapter and its bundled drafter again, from nothing but the packages that hold the data.
 #
 # On a host with a GPU, with redraft[engine,train] in the active environment and a second environment with SGLang 0.5.17
-# whose python is $SGLANG_PYTHON. About 15 minutes on one H200. The adapter is equal only up to the order in which a GPU
+# whose python is $SGLANG_PYTHON. The adapter is equal only up to the order in which a GPU
 # adds, so the merged identity is a new one: every later step takes it from the merge.
 #
 #   SGLANG_PYTHON=/opt/sglang/bin/python ops/recipes/bundled.sh WORK

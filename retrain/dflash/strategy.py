@@ -33,7 +33,6 @@ class DFlashStrategy:
 
     def __init__(self, model: DFlashModel, target: FrozenTarget, config: TrainConfig, record: Provenance) -> None:
         self.model = model
-        self._forward = torch.compile(model, dynamic=True) if config.compile else model
         self._target = target
         self._config = config
         self._record = record
@@ -63,7 +62,7 @@ class DFlashStrategy:
         width = max(1, -(-int(starts.max()) // FEATURE_BLOCK)) * FEATURE_BLOCK
         starts, tokens, labels, valid = (_moved(each, device) for each in (starts, tokens, labels, valid))
         features = padded([each.features for each in captured], width)
-        hidden = self._forward(features, starts, tokens, self._target.embedding, config.context_window)
+        hidden = self.model(features, starts, tokens, self._target.embedding, config.context_window)
         teacher = self._teacher(captured, starts, width + size) if config.loss == "distribution" else None
         return block_loss(
             hidden.flatten(0, 1), self._target.head, labels.flatten(0, 1), valid.flatten(0, 1), self._weigh, teacher

@@ -134,4 +134,6 @@ def test_whole_prompts_attend_alike_with_a_mask_and_with_what_cuda_gets_instead(
         for name in ("cpu", "cuda")
     )
     assert [tile.mask is None for tile in masked + causal] == [False] * 3 + [True] * 3
-    torch.testing.assert_close(attend(q, kv, causal), attend(q, kv, masked), rtol=1e-4, atol=1e-5)
+    expected = attend(q, kv, masked)
+    torch.testing.assert_close(attend(q, kv, causal), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(q, kv, [*causal[:2], masked[2]]), expected, rtol=1e-4, atol=1e-5)

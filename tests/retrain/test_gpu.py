@@ -21,10 +21,7 @@ from redraft.retrain.trainer import Trainer
 
 from .conftest import CPU, make_record, make_sample, random_tokens
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 

@@ -20,10 +20,7 @@ from redraft.kernels.gumbel import gumbel, noise_key
 from .conftest import answers, load_target, run
 from .test_core import GREEDY, SAMPLINGS, ScriptedDrafter, mixed_requests
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 EPSILON = 0.05
 """Log-probability that a bf16 row may lose against the same row of another batch."""
