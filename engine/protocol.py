@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
+from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import (
     Capabilities,
     Commit,
@@ -63,6 +64,10 @@ class Engine(Protocol):
     async def capabilities(self) -> Capabilities: ...
 
     async def health(self) -> Health: ...
+
+    async def costs(self) -> CostTable:
+        """What passes cost on this engine, for the drafters that it has loaded."""
+        ...
 
     async def close(self) -> None: ...
 

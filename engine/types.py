@@ -108,7 +108,8 @@ class VerifyStep(Struct, frozen=True, kw_only=True):
     than the ``block_length`` that were verified; ``draft_prob`` runs beside them, or is None where the drafter has no
     probabilities and ``match_length`` (tokens of context that matched) stands instead. ``accepted`` counts drafted
     tokens the target agreed with; ``committed`` are the tokens that became output, after any stop. ``batch_size``
-    counts requests in the pass and ``total_rows`` its token rows. Entropies are in nats, one a verified row.
+    counts requests in the pass and ``total_rows`` its token rows. ``explored`` says that the length was
+    fixed, not chosen by what was drafted. Entropies of the target are in nats, one a committed token.
     ``cached_tokens`` is how much of the prompt came from the prefix cache.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from redraft.retrain.data.conversation import Source
 from redraft.retrain.data.splits import Split
 
 
@@ -12,7 +11,7 @@ class Sample(Struct, frozen=True):
     """A prompt and the target's answer; ``spans`` are the supervised [start, end) runs of ``token_ids``."""
 
     id: str
-    source: Source
+    source: str
     family: str
     split: Split
     session: str

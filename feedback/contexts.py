@@ -1,0 +1,44 @@
+"""The tokens behind the events: one answered turn each, kept by content, apart by tenant, forgotten when asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from msgspec import Struct
+
+from redraft.engine.types import SamplingParams
+
+
+class TurnContext(Struct, frozen=True, kw_only=True):
+    """One turn of a session: ``token_ids`` are the prompt, ``prompt_tokens`` long, and the answer behind it."""
+
+    tenant: str
+    session: str
+    time: float
+    target: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    sampling: SamplingParams
+
+
+class ContextStore(Protocol):
+    """Append-only; the truth from which features are made again."""
+
+    def put(self, context: TurnContext) -> str:
+        """Keep a turn and return its id, which equal content of one tenant shares."""
+        ...
+
+    def get(self, tenant: str, context_id: str) -> TurnContext | None:
+        """None if it was never kept, has expired, was erased, or is another tenant's."""
+        ...
+
+    def ids(self, tenant: str) -> Iterator[str]: ...
+
+    def erase(self, tenant: str, session: str | None = None) -> int:
+        """Forget a tenant's turns, or one session's; returns how many."""
+        ...
+
+    def expire(self, before: float) -> int:
+        """Forget turns older than a time; returns how many."""
+        ...
