@@ -35,7 +35,10 @@ def generate(
         DEFAULT_MODEL
     ),
     source: Annotated[
-        list[str] | None, typer.Option(help=f"Take only this source, of {', '.join(SOURCE_NAMES)}; may be repeated.")
+        list[str] | None,
+        typer.Option(
+            help=f"Only this source, of {', '.join(SOURCE_NAMES)}; repeatable. In a folder of more: answer only it."
+        ),
     ] = None,
     sampled: Annotated[int, typer.Option(min=0, help="Sampled answers a prompt, beside the greedy one.")] = 3,
     sglang: Annotated[
@@ -50,14 +53,12 @@ def generate(
         manifest = store.load_manifest(out)
         if manifest.chat != chat_hash(folder):
             raise CliError(f"{out} was rendered for a model with another tokenizer or template; use a new folder")
-        if source and set(sources) != set(manifest.sources):
-            raise CliError(f"{out} holds the sources {', '.join(manifest.sources)}; for others use a new folder")
     else:
         print("rendering prompts", file=sys.stderr)
         command = shlex.join(["redraft", *sys.argv[1:]])
         make_prompts(out, folder, model=model, sources=sources, command=command, commit=present_commit())
     if not prompts_only:
-        _respond(out, model, identity(folder), sampled, sglang)
+        _respond(out, model, identity(folder), sampled, sources, sglang)
     print(out)
 
 
@@ -87,7 +88,7 @@ def _sources(names: list[str] | None) -> tuple[Source, ...]:
     return tuple(name for name in SOURCE_NAMES if not names or name in names)
 
 
-def _respond(out: Path, model: str, target: str, sampled: int, sglang: str | None) -> None:
+def _respond(out: Path, model: str, target: str, sampled: int, sources: tuple[Source, ...], sglang: str | None) -> None:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
@@ -99,22 +100,30 @@ def _respond(out: Path, model: str, target: str, sampled: int, sglang: str | Non
                 print(f"{done} of {total} answers", file=sys.stderr)
 
         try:
-            asyncio.run(_ask(out, model, target, sampled, sglang, progress))
+            asyncio.run(_ask(out, model, target, sampled, sources, sglang, progress))
         except KeyboardInterrupt:
             raise CliError(f"stopped; what was answered is kept. To go on, run the command again on {out}") from None
 
 
 async def _ask(
-    out: Path, model: str, target: str, sampled: int, sglang: str | None, progress: Callable[[int, int], None]
+    out: Path,
+    model: str,
+    target: str,
+    sampled: int,
+    sources: tuple[Source, ...],
+    sglang: str | None,
+    progress: Callable[[int, int], None],
 ) -> None:
     if sglang is not None:
         server = SglangResponder(sglang)
         try:
-            await respond_to_all(out, server, target=target, sampled=sampled, progress=progress)
+            await respond_to_all(out, server, target=target, sampled=sampled, sources=sources, progress=progress)
         finally:
             await server.close()
     else:
         from redraft.ops.bench.deployment import running
 
         async with running(EngineConfig(model=model)) as (engine, _):
-            await respond_to_all(out, EngineResponder(engine), target=target, sampled=sampled, progress=progress)
+            await respond_to_all(
+                out, EngineResponder(engine), target=target, sampled=sampled, sources=sources, progress=progress
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -146,11 +146,13 @@ async def respond_to_all(
     *,
     target: str,
     sampled: int = 3,
+    sources: Collection[Source] = (),
     max_tokens: int = MAX_TOKENS,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> store.Manifest:
     """Answer every prompt of a folder that has no answer yet; ``progress`` hears of answers there and wanted.
 
+    ``sources`` asks for theirs alone, ``sampled`` of them a prompt beside what the whole folder is to hold.
     What was answered is kept when this is cancelled or fails, and a second call goes on from there. ``target`` is the
     identity of the model that answers; a folder holds the answers of one.
     """
@@ -161,20 +163,31 @@ async def respond_to_all(
         raise DataError(f"{folder} holds answers of up to {manifest.max_tokens} tokens, not {max_tokens}")
     if sampled < (manifest.sampled or 0):
         raise DataError(f"{folder} is to hold {manifest.sampled} sampled answers a prompt, not {sampled}")
-    manifest = msgspec.structs.replace(manifest, target=target, max_tokens=max_tokens, sampled=sampled)
+    unknown = set(sources) - set(manifest.sources)
+    if unknown:
+        raise DataError(f"{folder} holds the sources {', '.join(manifest.sources)}, not {', '.join(sorted(unknown))}")
+    chosen = frozenset(sources or manifest.sources)
+    everywhere = sampled if chosen == set(manifest.sources) else manifest.sampled
+    manifest = msgspec.structs.replace(manifest, target=target, max_tokens=max_tokens, sampled=everywhere)
     writer = store.ResponseWriter(folder)
     store.save_manifest(folder, manifest)
     there = {response.key for response in store.load_responses(folder)}
-    done = len(there)
-    total = manifest.prompts * (1 + sampled)
+    wanted = [
+        (prompt.id, sampling)
+        for prompt in store.load_prompts(folder)
+        if prompt.source in chosen
+        for sampling in samplings(prompt.id, sampled)
+    ]
+    total = len(wanted)
+    done = sum(key in there for key in wanted)
 
-    def wanted() -> Iterator[tuple[Prompt, SamplingParams]]:
+    def unanswered() -> Iterator[tuple[Prompt, SamplingParams]]:
         for prompt in store.load_prompts(folder):
-            for sampling in samplings(prompt.id, sampled):
+            for sampling in samplings(prompt.id, sampled) if prompt.source in chosen else ():
                 if (prompt.id, sampling) not in there:
                     yield prompt, sampling
 
-    todo = wanted()
+    todo = unanswered()
 
     async def work() -> None:
         nonlocal done

@@ -12,13 +12,13 @@ from redraft.retrain.data.conversation import Conversation
 from redraft.retrain.data.sources.packages import bare_package, package_folder, stand_ins
 
 _REQUIREMENT = "reasoning-gym==0.1.25"
-_QUESTIONS = 10
+_QUESTIONS = 40
 _BROKEN = {32, 35, 37, 61, 63, 65, 74, 76, 77, 79, 86, 87, 90, 97, 98}
 """Templates that the package itself lists as in need of repair."""
 
 
 def conversations() -> Iterator[Conversation]:
-    """Ten questions of every sound template; a template is a family."""
+    """Forty questions of every sound template; a template is a family."""
     for template, generate in _generators().items():
         random = Random(template)
         questions = dict.fromkeys(generate(random, 1.0)["question"] for _ in range(_QUESTIONS))

@@ -8,6 +8,7 @@ import lzma
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -103,6 +104,19 @@ def test_every_prompt_is_answered_greedily_and_at_random(folder: Path) -> None:
     seeds = [response.sampling.seed for response in store.load_responses(folder)]
     assert len({seed for seed in seeds if seed is not None}) == 2 * 164
     store.verify(folder)
+
+
+def test_one_source_can_be_answered_more_often_than_the_folder(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    folder = tmp_path / "two"
+    make_prompts(folder, tiny_checkpoint, model="tiny", sources=("code", "math"), command="", commit=None)
+    asyncio.run(respond_to_all(folder, Echo(), target=TARGET, sampled=0))
+    manifest = asyncio.run(respond_to_all(folder, Echo(), target=TARGET, sampled=1, sources=("code",)))
+    answers = Counter(sample.source for sample in store.load_samples(folder))
+    asked = Counter(prompt.source for prompt in store.load_prompts(folder))
+    assert answers == {"code": 2 * asked["code"], "math": asked["math"]}
+    assert manifest.sampled == 0
+    with pytest.raises(DataError, match="holds the sources code, math, not plain"):
+        asyncio.run(respond_to_all(folder, Echo(), target=TARGET, sampled=1, sources=("plain",)))
 
 
 def test_splits_are_read_apart(folder: Path) -> None:
