@@ -11,10 +11,11 @@ import typer
 
 from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.protocol import EngineError
-from redraft.ops.commands import bench, chat, config, data, doctor, lifecycle, models, speculation, train
+from redraft.ops.commands import bench, chat, config, data, doctor, drafters, lifecycle, models, speculation, train
 from redraft.ops.errors import CliError
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.errors import TrainingError
+from redraft.retrain.registry.errors import RegistryError
 
 app = typer.Typer(
     help="An OpenAI-compatible gateway for agents, with a speculative drafter that learns from what it serves.",
@@ -41,6 +42,7 @@ app.command(rich_help_panel=LOOK)(speculation.speculation)
 app.command(rich_help_panel=LOOK)(doctor.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(bench.bench)
+app.add_typer(drafters.app, name="drafters", rich_help_panel=LEARN)
 app.add_typer(data.app, name="data", rich_help_panel=LEARN)
 app.add_typer(train.app, name="train", rich_help_panel=LEARN)
 
@@ -72,7 +74,7 @@ def main() -> None:
     except OSError as error:
         print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)
-    except (CheckpointError, DataError, EngineError, TrainingError) as error:
+    except (CheckpointError, DataError, EngineError, RegistryError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     except Exception as error:

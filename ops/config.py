@@ -17,8 +17,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from redraft.engine.config import EngineConfig
+from redraft.feedback.config import FeedbackConfig
 from redraft.gateway.config import GatewayConfig
 from redraft.ops.errors import UsageError
+from redraft.retrain.loop_config import RetrainConfig
 
 ENV_PREFIX = "REDRAFT_"
 ENVIRONMENT = {
@@ -41,6 +43,8 @@ class RedraftConfig(BaseModel):
 
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="The HTTP surface.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The embedded engine.")
+    feedback: FeedbackConfig = Field(default_factory=FeedbackConfig, description="What is kept of the answers.")
+    retrain: RetrainConfig = Field(default_factory=RetrainConfig, description="The loop that retrains drafters.")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,279 @@
+"""Drafter versions: looking at them, putting one into service, taking it back."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from redraft.engine.checkpoints import identity, resolve
+from redraft.engine.embedded.client import EmbeddedEngine
+from redraft.engine.types import AcceptLength, DrafterPointer
+from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.config import RedraftConfig, load_config
+from redraft.ops.errors import UsageError
+from redraft.retrain.registry.errors import UnknownVersion
+from redraft.retrain.registry.pointers import FilePointerStore
+from redraft.retrain.registry.record import Entered, State
+from redraft.retrain.registry.registry import Registry, open_registry
+
+if TYPE_CHECKING:
+    from redraft.retrain.publisher import Published, Publisher
+
+app = typer.Typer(help="Look at drafter versions, and choose which serves.", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON value alone on standard output.")]
+Version = Annotated[str, typer.Argument(help="A version's id, or a beginning of it that no other has.")]
+Why = Annotated[str, typer.Option(help="The reason, for the record.")]
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A deployment's versions and who serves; ``engine`` is the socket of one that runs."""
+
+    config: RedraftConfig
+    registry: Registry
+    pointers: FilePointerStore
+    pointer: DrafterPointer | None
+    engine: Path | None
+
+    def state(self, entered: Entered) -> State:
+        """As the pointer has it: history may lag behind it."""
+        if self.pointer is None:
+            return entered.state
+        if entered.version == self.pointer.serving:
+            return "serving"
+        return "retired" if entered.state == "serving" else entered.state
+
+
+@app.command("ls")
+def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
+    """List the versions of the target that is served, oldest first."""
+    shelf = _shelf(config)
+    versions = shelf.registry.all()
+    if as_json:
+        print(json.dumps([_summary(shelf, entered) for entered in versions]))
+        return
+    table = _table("version", "kind", "state", "created", "parent", "tau", "why")
+    for entered in versions:
+        record = entered.record
+        table.add_row(
+            record.version.id,
+            record.version.kind,
+            shelf.state(entered),
+            _when(record.created),
+            record.parent.id if record.parent else "-",
+            _tau(entered.gate.accept_length if entered.gate else None),
+            record.why,
+        )
+    _console().print(table)
+    if shelf.pointer is None:
+        print(f"None was promoted yet; engine.drafter ({shelf.config.engine.drafter}) decides who serves")
+
+
+@app.command()
+def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -> None:
+    """Print all that is known of a version."""
+    shelf = _shelf(config)
+    with _known():
+        entered = shelf.registry.find(version)
+    lineage = [each.version.id for each in shelf.registry.lineage(entered.version)]
+    if as_json:
+        print(json.dumps({**msgspec.to_builtins(entered), "state": shelf.state(entered), "lineage": lineage}))
+        return
+    record, gate = entered.record, entered.gate
+    rows = {
+        "version": record.version.id,
+        "kind": record.version.kind,
+        "state": shelf.state(entered),
+        "target": record.target,
+        "origin": record.origin,
+        "created": _when(record.created),
+        "why": record.why,
+        "lineage": " from ".join(lineage),
+        **({f"provenance {key}": value for key, value in _provenance(entered).items()}),
+        **({"gate report": gate.report, **_numbers(entered)} if gate else {}),
+    }
+    table = _table("", "")
+    table.show_header = False
+    for key, value in rows.items():
+        table.add_row(key, str(value))
+    _console().print(table)
+    history = _table("since", "state", "by", "why")
+    for entry in entered.history:
+        history.add_row(_when(entry.time), f"{entry.state}{' (forced)' if entry.forced else ''}", entry.who, entry.why)
+    print()
+    _console().print(history)
+
+
+@app.command()
+def diff(first: Version, second: Version, config: ConfigPath = None, as_json: AsJson = False) -> None:
+    """Print in what two versions differ: configuration, provenance, and what their gates measured."""
+    registry = _shelf(config).registry
+    with _known():
+        sides = registry.find(first), registry.find(second)
+    left, right = (
+        {
+            **{f"config {key}": value for key, value in _config(registry, side).items()},
+            **{f"provenance {key}": value for key, value in _provenance(side).items()},
+            **_numbers(side),
+        }
+        for side in sides
+    )
+    names = [name for name in {**left, **right} if left.get(name) != right.get(name)]
+    if as_json:
+        print(json.dumps({name: [left.get(name), right.get(name)] for name in names}))
+        return
+    table = _table("", *(side.version.id for side in sides))
+    for name in names:
+        table.add_row(name, *(str(side.get(name, "-")) for side in (left, right)))
+    _console().print(table)
+
+
+@app.command()
+def promote(
+    version: Version,
+    why: Why = "by hand",
+    force: Annotated[bool, typer.Option(help="Also one that the gate did not accept; it is recorded so.")] = False,
+    config: ConfigPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let a version serve: new answers take it, running ones end with the drafter they began with.
+
+    Where no engine runs, it takes the version when it starts. Promoting the one that serves tells the engine again.
+    """
+    shelf = _shelf(config)
+    with _known():
+        chosen = shelf.registry.find(version).version
+    _publish(shelf, lambda publisher: publisher.promote(chosen, why, who=_person(), force=force), as_json)
+
+
+@app.command()
+def rollback(
+    to: Annotated[str | None, typer.Option(help="To this version instead of the one that served before.")] = None,
+    why: Why = "by hand",
+    config: ConfigPath = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let the version serve again that served before. Doing it twice goes one further back, not forth."""
+    shelf = _shelf(config)
+    with _known():
+        chosen = shelf.registry.find(to).version if to is not None else None
+    _publish(shelf, lambda publisher: publisher.rollback(why, who=_person(), to=chosen), as_json)
+
+
+def _shelf(path: Path | None) -> Shelf:
+    """Of the deployment as it runs, or as it would."""
+    loaded, deployment = load(path)
+    running = deployment.is_locked() and deployment.effective_config.exists()
+    config = load_config(deployment.effective_config, {}).config if running else loaded.config
+    registry = open_registry(config.retrain.registry, identity(resolve(config.engine.model)))
+    pointers = FilePointerStore(registry.root)
+    pointer = pointers.load(registry.target)
+    return Shelf(config, registry, pointers, pointer, config.engine.socket if running else None)
+
+
+def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], as_json: bool) -> None:
+    published = asyncio.run(_publishing(shelf, change))
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(published)))
+    else:
+        print(f"{published.detail[0].upper()}{published.detail[1:]}")
+    drafter = shelf.config.engine.drafter
+    if drafter != "dflash":
+        _console(stderr=True).print(f"engine.drafter is {drafter}: an engine that starts here takes that, no version")
+    if shelf.engine and not published.in_force:
+        raise typer.Exit(1)
+
+
+async def _publishing(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]]) -> Published:
+    from redraft.retrain.publisher import Publisher
+
+    engine = EmbeddedEngine(shelf.engine) if shelf.engine else None
+    try:
+        return await change(Publisher(shelf.registry, shelf.pointers, engine))
+    finally:
+        if engine:
+            await engine.close()
+
+
+@contextmanager
+def _known() -> Iterator[None]:
+    try:
+        yield
+    except UnknownVersion as error:
+        raise UsageError(str(error)) from None
+
+
+def _person() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
+
+
+def _summary(shelf: Shelf, entered: Entered) -> dict[str, Any]:
+    record = entered.record
+    length = entered.gate.accept_length if entered.gate else None
+    return {
+        "version": record.version.id,
+        "kind": record.version.kind,
+        "state": shelf.state(entered),
+        "origin": record.origin,
+        "created": record.created,
+        "parent": record.parent.id if record.parent else None,
+        "tau": length.tau if length else None,
+        "committed": length.committed if length else None,
+        "verify_steps": length.verify_steps if length else None,
+        "why": record.why,
+    }
+
+
+def _config(registry: Registry, entered: Entered) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((registry.path(entered.version) / "config.json").read_bytes())
+    return content
+
+
+def _provenance(entered: Entered) -> dict[str, Any]:
+    if entered.record.provenance is None:
+        return {}
+    facts = msgspec.to_builtins(entered.record.provenance)
+    return {**facts, **facts.pop("config")}
+
+
+def _numbers(entered: Entered) -> dict[str, Any]:
+    gate = entered.gate
+    return {"gate tau": _tau(gate.accept_length), **{f"gate {k}": v for k, v in gate.numbers.items()}} if gate else {}
+
+
+def _tau(length: AcceptLength | None) -> str:
+    return f"{length.tau:.2f} ({length.committed}/{length.verify_steps})" if length and length.tau else "-"
+
+
+def _when(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
+
+
+def _table(*columns: str) -> Table:
+    """A table whose last column alone may take several lines."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns[:-1]:
+        table.add_column(column, no_wrap=True)
+    table.add_column(columns[-1], overflow="fold")
+    return table
+
+
+def _console(*, stderr: bool = False) -> Console:
+    return Console(stderr=stderr, highlight=False, soft_wrap=True)

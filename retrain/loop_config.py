@@ -1,0 +1,35 @@
+"""The ``retrain`` section of a deployment's YAML."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import platformdirs
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class RetrainConfig(BaseModel):
+    """Settings of the loop that retrains, judges and publishes drafters."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    folder: Path | None = Field(
+        None,
+        description="Where drafter versions, the serving pointer and what training keeps are; by default in the "
+        "user's data folder, shared by deployments of one target.",
+    )
+    auto_promote: bool = Field(
+        True, description="Whether a candidate that the gate accepted serves at once, or waits for a person."
+    )
+    keep_refused: int = Field(
+        5, ge=0, description="Refused or inconclusive versions whose weights are kept; their records always are."
+    )
+
+    @property
+    def home(self) -> Path:
+        """The folder in force."""
+        return (self.folder or platformdirs.user_data_path("redraft") / "retrain").expanduser()
+
+    @property
+    def registry(self) -> Path:
+        return self.home / "registry"

@@ -1,0 +1,162 @@
+"""Putting a drafter version into service, and taking it back.
+
+The serving pointer is the truth; the registry's history says why it changed, and the engine follows it. So the order
+is: load, which disturbs nobody and refuses what cannot be loaded; compare-and-set; history; activate. A process that
+ends in between leaves the pointer as the truth: history is made to agree by the next that publishes, and the engine
+takes the pointer's version when it is told again or starts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from redraft.engine.protocol import Engine, EngineError, PointerStore
+from redraft.engine.types import DrafterPointer, DrafterVersion
+from redraft.retrain.registry.errors import RegistryError
+from redraft.retrain.registry.pointers import FilePointerStore
+from redraft.retrain.registry.registry import FLOOR, Registry, add_version_zero
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+HEALTH_SECONDS = 10.0
+LOAD_SECONDS = 120.0
+ACTIVATE_SECONDS = 30.0
+"""How long an engine may take to say how it is, to load a version, and to turn to it."""
+
+NEXT_START = "no engine is running: it takes this version when it starts"
+
+
+class Published(Struct, frozen=True, kw_only=True):
+    """What came of it: the pointer in force, whether the engine serves by it, and that in words."""
+
+    pointer: DrafterPointer
+    in_force: bool
+    detail: str
+
+
+class Publisher:
+    """Changes who serves the registry's target; ``engine`` None where none runs.
+
+    Raises `RegistryError` if nothing was changed, and says why.
+    """
+
+    def __init__(self, registry: Registry, pointers: PointerStore, engine: Engine | None) -> None:
+        self._registry = registry
+        self._pointers = pointers
+        self._engine = engine
+
+    async def promote(self, version: DrafterVersion, why: str, *, who: str, force: bool = False) -> Published:
+        """Let an accepted version serve; the one that serves already is only told to the engine again.
+
+        ``force`` takes one that the gate did not accept, or that was rolled back, and records that a person did.
+        """
+        self._registry.get(version)
+        pointer = await self._settle()
+        state = self._registry.get(version).state
+        if state not in ("accepted", "retired", "serving"):
+            if not force:
+                raise RegistryError(
+                    f"version {version.id} is {state}, not accepted; it does not serve unless a person forces it"
+                )
+            self._registry.force(version, who=who, why=why)
+        loaded = await self._load(version)
+        if version == pointer.serving:
+            return await self._activate(pointer, loaded, f"{version.id} serves already")
+        changed = replace(pointer, serving=version, previous=pointer.serving, canary=None, token=pointer.token + 1)
+        await self._set(pointer.token, changed)
+        self._registry.follow(changed, who=who, why=why, left="retired")
+        return await self._activate(changed, loaded, f"{version.id} serves instead of {pointer.serving.id}")
+
+    async def rollback(self, why: str, *, who: str, to: DrafterVersion | None = None) -> Published:
+        """Let the version serve again that served before the present one, or ``to``, which served once.
+
+        What is rolled back does not come back by a second rollback: that goes one further back.
+        """
+        pointer = await self._settle()
+        back = to or pointer.previous
+        if back is None:
+            raise RegistryError(f"nothing served before {pointer.serving.id}; there is nothing to roll back to")
+        if back == pointer.serving:
+            raise RegistryError(f"version {back.id} serves already; nothing was rolled back")
+        entered = self._registry.get(back)
+        if entered.state != "retired":
+            raise RegistryError(
+                f"version {back.id} is {entered.state}; a rollback goes to one that served and was not rolled back "
+                "itself: name another, or promote this one"
+            )
+        loaded = await self._load(back)
+        changed = replace(pointer, serving=back, previous=entered.replaced, canary=None, token=pointer.token + 1)
+        await self._set(pointer.token, changed)
+        self._registry.follow(changed, who=who, why=f"{pointer.serving.id} rolled back: {why}", left="rolled_back")
+        return await self._activate(changed, loaded, f"{back.id} serves again instead of {pointer.serving.id}")
+
+    async def _settle(self) -> DrafterPointer:
+        """The pointer, made if there was none, and recorded if whoever changed it was stopped before."""
+        target = self._registry.target
+        pointer = await self._pointers.read(target)
+        if pointer is None:
+            pointer = DrafterPointer(target=target, serving=add_version_zero(self._registry), token=1)
+            await self._set(0, pointer)
+            self._registry.follow(pointer, who="redraft", why="comes with Redraft", left="retired")
+        why = "found in the pointer: whoever changed it has not said why"
+        self._registry.follow(pointer, who="redraft", why=why, left="retired")
+        return pointer
+
+    async def _load(self, version: DrafterVersion) -> bool:
+        """Make an engine that runs ready for a version; False if none runs, and that the version can be had anyhow."""
+        path = None if version == FLOOR else self._registry.path(version)
+        if self._engine is None or not (await _asked(self._engine.health(), HEALTH_SECONDS)).ready:
+            return False
+        if path:
+            await _asked(self._engine.load_drafter(version, path), LOAD_SECONDS)
+        return True
+
+    async def _set(self, token: int, pointer: DrafterPointer) -> None:
+        if not await self._pointers.compare_and_set(token, pointer):
+            raise RegistryError(
+                "somebody else changed the serving pointer at the same time; nothing was done, look and try again"
+            )
+
+    async def _activate(self, pointer: DrafterPointer, loaded: bool, done: str) -> Published:
+        if self._engine is None or not loaded:
+            return Published(pointer=pointer, in_force=False, detail=f"{done}; {NEXT_START}")
+        try:
+            await _asked(self._engine.activate(pointer), ACTIVATE_SECONDS)
+        except RegistryError as error:
+            detail = f"{done} by the pointer, but the engine does not follow yet: {error}; promote it again or restart"
+            return Published(pointer=pointer, in_force=False, detail=detail)
+        return Published(pointer=pointer, in_force=True, detail=done)
+
+
+async def _asked(call: Awaitable[T], seconds: float) -> T:
+    try:
+        async with asyncio.timeout(seconds):
+            return await call
+    except TimeoutError:
+        raise RegistryError(f"the engine did not answer within {seconds:g} s") from None
+    except EngineError as error:
+        raise RegistryError(f"the engine says: {error}") from error
+
+
+def serving_drafter(root: Path, target: str) -> tuple[DrafterVersion, Path] | None:
+    """What the pointer under ``root`` says serves a target, for an engine's start.
+
+    None where it names no checkpoint, and, loudly, where its version cannot be had: then the configuration decides.
+    """
+    try:
+        pointer = FilePointerStore(root).load(target)
+        if pointer is None or pointer.serving == FLOOR:
+            return None
+        return pointer.serving, Registry(root, target).path(pointer.serving)
+    except RegistryError as error:
+        logger.error("the published drafter cannot be served, engine.drafter decides instead: %s", error)
+        return None
