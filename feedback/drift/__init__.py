@@ -1,0 +1,1 @@
+"""Whether the drafter still accepts what it did: references, charts and the monitor over them."""
