@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from yaml.constructor import ConstructorError
 
 from redraft.retrain.errors import TrainingError
 
@@ -38,6 +39,8 @@ class TrainConfig(BaseModel):
     seed: int = Field(0, ge=0, lt=1 << 63, description="Decides initial weights, the order of data and the blocks.")
     save_every: int = Field(500, ge=1, description="Steps between states that a run can resume from.")
     log_every: int = Field(10, ge=1, description="Steps between lines of the log.")
+    eval_every: int = Field(500, ge=1, description="Steps between replays of held-out answers.")
+    held_out: int = Field(32, ge=0, description="Most held-out samples to replay, which choose the best step; 0: none.")
     pass_tokens: int = Field(
         1 << 17, ge=1, description="Padded context tokens of one pass; a step takes as many passes as it needs."
     )
@@ -50,12 +53,24 @@ class TrainConfig(BaseModel):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of computation; weights are kept in fp32.")
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML's loader would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConstructorError(None, None, f"the key {key.value} is there twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: Path | None, **overrides: Any) -> TrainConfig:
     """The recipe at ``path`` (None: the defaults), with overrides that are not None; raises `TrainingError`."""
     content: Any = {}
     if path is not None:
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys) or {}  # noqa: S506
         except OSError as error:
             raise TrainingError(f"{path} cannot be read: {error.strerror}") from None
         except yaml.MarkedYAMLError as error:

@@ -1,23 +1,32 @@
 """The target's features, captured one way for training, replay and the gate.
 
 Sequences are read whole, several in one pass, on scratch K/V that all layers share, since nobody reads it afterwards.
+Beside serving they are read one by one in short passes instead, going on where the one before was the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from redraft.engine.checkpoints.checkpoint import ModelConfig
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.cache import new_kv, pages
 from redraft.engine.embedded.model import Target
+from redraft.engine.types import FeatureRef
 from redraft.retrain.data.sample import Sample
+from redraft.retrain.features_store import FeatureStore
 
 PASS_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 13}
 """Tokens of one pass; a longer sequence has a pass of its own."""
+
+RUN = 128
+"""Rows that are kept together."""
 
 
 class Captured(NamedTuple):
@@ -31,18 +40,15 @@ class Captured(NamedTuple):
     hidden: Tensor
 
 
+Capture = Callable[[Sequence[Sequence[int]]], list[Captured]]
+
+
 class FeatureCapture:
     """Captures the features of the target's layers ``feature_layers``: 0-based, ascending, what leaves a layer."""
 
     def __init__(self, target: Target, feature_layers: Sequence[int]) -> None:
-        if list(feature_layers) != sorted(set(feature_layers)) or not all(
-            0 <= layer < target.config.layers for layer in feature_layers
-        ):
-            raise ValueError(
-                f"feature layers {list(feature_layers)} must ascend within 0 to {target.config.layers - 1}"
-            )
         self.target = target
-        self.feature_layers = tuple(feature_layers)
+        self.feature_layers = check_layers(target, feature_layers)
         self._kv = self._scratch(0)
 
     def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
@@ -90,56 +96,162 @@ def _passes(sequences: Sequence[Sequence[int]], device: torch.device) -> Iterato
         yield group
 
 
-class FeatureCache:
-    """Captured features of samples, kept on the target's device up to ``budget`` bytes, first come first kept.
+class PatientCapture:
+    """Captures the same in passes of ``rows`` tokens, with ``between`` called before each: it may wait there, or raise.
 
-    A prompt is kept once for all its answers. ``hidden`` says whether the last hidden states are kept too; without,
-    they come back empty.
+    A sequence that begins like the one before is read from where they part, so turns of a session are best asked for in
+    a row. Memory is the K/V and the features of the longest sequence.
     """
 
-    def __init__(self, capture: Callable[[Sequence[Sequence[int]]], list[Captured]], budget: int, hidden: bool) -> None:
+    def __init__(
+        self, target: Target, feature_layers: Sequence[int], rows: int, between: Callable[[], None] = lambda: None
+    ) -> None:
+        self.target = target
+        self.feature_layers = check_layers(target, feature_layers)
+        self._rows = rows
+        self._between = between
+        self._tokens: Sequence[int] = ()
+        self._captured = Captured(torch.empty(0), torch.empty(0))
+        self._kv = self._new_kv(0)
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        return [self._capture(sequence) for sequence in sequences]
+
+    def _capture(self, sequence: Sequence[int]) -> Captured:
+        if pages(len(sequence)) > self._kv.shape[1]:
+            kv = self._new_kv(pages(len(sequence)))
+            kv[:, : self._kv.shape[1]] = self._kv
+            self._kv = kv
+        first = shared(self._tokens, sequence)
+        parts = [Captured(*(rows[:first] for rows in self._captured))] if first else []
+        self._tokens = ()
+        while first < len(sequence):
+            self._between()
+            end = min(first + self._rows, len(sequence))
+            tokens = torch.tensor(sequence[first:end], device=self.target.device)
+            positions = torch.arange(first, end, device=self.target.device)
+            segments = [Segment(0, end - first, 0, first)]
+            hidden, features = self.target.forward(tokens, positions, segments, self._kv, self.feature_layers)
+            parts.append(Captured(features, hidden))
+            first = end
+        self._captured = Captured(*map(torch.cat, zip(*parts, strict=True)))
+        self._tokens = sequence
+        return self._captured
+
+    def _new_kv(self, slots: int) -> Tensor:
+        config = self.target.config
+        return new_kv(config.layers, slots, 2 * config.kv_heads, config.head_dim, self.target.dtype, self.target.device)
+
+
+def check_layers(target: Target, layers: Sequence[int]) -> tuple[int, ...]:
+    if list(layers) != sorted(set(layers)) or not all(0 <= layer < target.config.layers for layer in layers):
+        raise ValueError(f"feature layers {list(layers)} must ascend within 0 to {target.config.layers - 1}")
+    return tuple(layers)
+
+
+def shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class FeatureCache:
+    """Captured features of samples, kept in a store as long as it keeps them and captured again when it does not.
+
+    Rows are kept in runs of `RUN` named by all tokens up to their end, so what prompts share is kept once and nothing
+    stale is ever found. Where ``hidden`` is wanted, last hidden states are kept from the first supervised position on,
+    and rows before it come back as zeros; without it they come back empty. ``target`` is the identity hash of what
+    captures.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        store: FeatureStore,
+        config: ModelConfig,
+        *,
+        layers: Sequence[int],
+        target: str,
+        hidden: bool,
+    ) -> None:
         self._capture = capture
-        self._free = budget
-        self._keeps_hidden = hidden
-        self._prompts: dict[tuple[int, ...], Captured] = {}
-        self._answers: dict[tuple[str, int], Captured] = {}
+        self._store = store
+        self._layers = tuple(layers)
+        self._last = (config.layers - 1,)
+        self._width = config.hidden
+        self._target = target
+        self._hidden = hidden
 
     def __call__(self, samples: Sequence[Sample], lengths: Sequence[int]) -> list[Captured]:
         """What the target made of the first ``lengths`` tokens of each sample."""
-        prompts = [sample.token_ids[: sample.spans[0][0]] for sample in samples]
-        found = [self._find(*each) for each in zip(samples, lengths, prompts, strict=True)]
+        sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
+        if not self._hidden:
+            return self._captured(sequences, lengths)
+        return self._captured(sequences, [min(sample.spans[0][0], len(sample.token_ids)) for sample in samples])
+
+    def features(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        """Features alone of whole sequences, as replay reads them."""
+        return self._captured(sequences, [len(sequence) for sequence in sequences])
+
+    def _captured(self, sequences: Sequence[Sequence[int]], starts: Sequence[int]) -> list[Captured]:
+        """With last hidden states from ``starts`` on."""
+        found = [self._find(*each) for each in zip(sequences, starts, strict=True)]
         missing = [index for index, captured in enumerate(found) if captured is None]
-        captures = self._capture([samples[index].token_ids[: lengths[index]] for index in missing])
+        captures = self._capture([sequences[index] for index in missing])
         for index, captured in zip(missing, captures, strict=True):
-            found[index] = self._keep(samples[index], lengths[index], prompts[index], captured)
+            self._keep(sequences[index], starts[index], captured)
+            found[index] = self._aligned(captured.features, captured.hidden[starts[index] :], starts[index])
         return [captured for captured in found if captured is not None]
 
-    def _find(self, sample: Sample, length: int, prompt: tuple[int, ...]) -> Captured | None:
-        before, after = self._prompts.get(prompt), self._answers.get((sample.id, length))
-        return None if before is None or after is None else Captured(*map(torch.cat, zip(before, after, strict=True)))
+    def _find(self, sequence: Sequence[int], start: int) -> Captured | None:
+        parts = []
+        for ref in self._refs(sequence):
+            part = self._store.get(ref)
+            if part is None:
+                return None
+            parts.append(part)
+        features = torch.cat(parts)
+        if start == len(sequence):
+            return self._aligned(features, features.new_empty(0, self._width), start)
+        hidden = self._store.get(self._hidden_ref(sequence, start))
+        return None if hidden is None else self._aligned(features, hidden, start)
 
-    def _keep(self, sample: Sample, length: int, prompt: tuple[int, ...], captured: Captured) -> Captured:
-        if not self._keeps_hidden:
-            captured = Captured(captured.features, captured.hidden[:0])
-        before = Captured(*(rows[: len(prompt)] for rows in captured))
-        after = Captured(*(rows[len(prompt) :] for rows in captured))
-        if prompt not in self._prompts and self._fits(before):
-            self._prompts[prompt] = Captured(*(rows.clone() for rows in before))
-        key = (sample.id, length)
-        if prompt in self._prompts and key not in self._answers and self._fits(after):
-            self._answers[key] = Captured(*(rows.clone() for rows in after))
-        return captured
+    def _keep(self, sequence: Sequence[int], start: int, captured: Captured) -> None:
+        for ref in self._refs(sequence):
+            if ref not in self._store:
+                self._store.put(ref, captured.features[ref.row_start : ref.row_end])
+        if start < len(sequence):
+            self._store.put(self._hidden_ref(sequence, start), captured.hidden[start:])
 
-    def _fits(self, captured: Captured) -> bool:
-        size = sum(rows.nbytes for rows in captured)
-        if size > self._free:
-            return False
-        self._free -= size
-        return True
+    def _aligned(self, features: Tensor, hidden: Tensor, start: int) -> Captured:
+        if len(hidden):
+            hidden = torch.cat((hidden.new_zeros(start, self._width), hidden))
+        return Captured(features, hidden)
+
+    def _refs(self, sequence: Sequence[int]) -> Iterator[FeatureRef]:
+        digest = hashlib.blake2b(digest_size=16)
+        tokens = array("I", sequence)
+        for start in range(0, len(tokens), RUN):
+            digest.update(tokens[start : start + RUN].tobytes())
+            yield self._ref(digest.hexdigest(), start, min(start + RUN, len(tokens)), self._layers)
+
+    def _hidden_ref(self, sequence: Sequence[int], start: int) -> FeatureRef:
+        digest = hashlib.blake2b(array("I", sequence).tobytes(), digest_size=16)
+        return self._ref(digest.hexdigest(), start, len(sequence), self._last)
+
+    def _ref(self, sample_id: str, start: int, end: int, layers: tuple[int, ...]) -> FeatureRef:
+        return FeatureRef(
+            sample_id=sample_id,
+            store=self._store.name,
+            generation=self._store.generation,
+            row_start=start,
+            row_end=end,
+            layer_ids=layers,
+            target=self._target,
+        )
 
 
 def cache_budget(wanted: int | None, device: torch.device) -> int:
-    """Bytes for a `FeatureCache` on a device, where nobody named them: half of a GPU's free memory, or 1 GiB."""
+    """Bytes for features on a device, where nobody named them: half of a GPU's free memory, or 1 GiB."""
     if wanted is not None:
         return wanted
     return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 1 << 30

@@ -6,6 +6,7 @@ import hashlib
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,11 +14,15 @@ from msgspec import Struct
 
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.errors import DataError
+from redraft.retrain.data.sample import Sample
 from redraft.retrain.data.store import load_manifest, verify
 
 
 class Provenance(Struct, frozen=True, kw_only=True):
-    """``target`` is the identity hash of the model drafted for, ``data`` the hash of the training data's files."""
+    """``target`` is the identity hash of the model drafted for, ``data`` the hash of the training data's files.
+
+    ``initial`` is the content id of the drafter whose weights the run began from, None where they were drawn.
+    """
 
     command: str
     commit: str | None
@@ -26,6 +31,7 @@ class Provenance(Struct, frozen=True, kw_only=True):
     samples: int
     tokens: int
     config: dict[str, str | int | float | bool | None]
+    initial: str | None = None
 
 
 def data_of(folder: Path, target: str) -> str:
@@ -45,7 +51,13 @@ def data_of(folder: Path, target: str) -> str:
 
 
 def provenance(
-    config: TrainConfig, *, target: str, data: str, samples: int, tokens: int, commit: str | None
+    config: TrainConfig,
+    *,
+    target: str,
+    data: str,
+    samples: Sequence[Sample],
+    commit: str | None,
+    initial: str | None = None,
 ) -> Provenance:
     """The record of the run that this process is; ``commit`` None asks git."""
     return Provenance(
@@ -53,9 +65,10 @@ def provenance(
         commit=commit or present_commit(),
         target=target,
         data=data,
-        samples=samples,
-        tokens=tokens,
+        samples=len(samples),
+        tokens=sum(end - start for sample in samples for start, end in sample.spans),
         config=config.model_dump(),
+        initial=initial,
     )
 
 
@@ -77,6 +90,7 @@ def model_card(title: str, text: str, record: Provenance, step: int) -> str:
         "training data": record.data,
         "samples": f"{record.samples} ({record.tokens} tokens)",
         "steps": step,
+        **({"initial weights": record.initial} if record.initial else {}),
         "commit": record.commit or "unknown",
         "command": f"`{record.command}`",
         **{key.replace("_", " "): value for key, value in record.config.items() if key != "steps"},

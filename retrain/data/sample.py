@@ -8,7 +8,10 @@ from redraft.retrain.data.splits import Split
 
 
 class Sample(Struct, frozen=True):
-    """A prompt and the target's answer; ``spans`` are the supervised [start, end) runs of ``token_ids``."""
+    """A prompt and the target's answer; ``spans`` are the supervised [start, end) runs of ``token_ids``.
+
+    Training draws a sample in proportion to its ``weight``.
+    """
 
     id: str
     source: str
@@ -19,3 +22,4 @@ class Sample(Struct, frozen=True):
     spans: tuple[tuple[int, int], ...]
     greedy: bool
     looping: bool
+    weight: float = 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -9,17 +10,21 @@ import torch
 from redraft.engine.checkpoints import resolve
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, check_fits
 from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.sample import Sample
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import FeatureCache, FeatureCapture, cache_budget
+from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.frozen import FrozenTarget, pick_device
 from redraft.retrain.provenance import data_of, provenance
-from redraft.retrain.trainer import STATE, Progress, Trainer, silent
+from redraft.retrain.replay import DFlashReplay
+from redraft.retrain.trainer import STATE, HeldOut, Progress, Trainer, silent
 
 TRAIN: tuple[Split, ...] = ("train",)
+HELD_OUT: tuple[Split, ...] = ("calibrate",)
 
 
 def train(
@@ -48,8 +53,7 @@ def train(
         config,
         target=target.identity,
         data=data_hash,
-        samples=len(samples),
-        tokens=sum(end - start for sample in samples for start, end in sample.spans),
+        samples=samples,
         commit=commit,
     )
     shape = DFlashConfig.for_target(
@@ -65,9 +69,30 @@ def train(
         )
     check_fits(shape, target.target.config, target.identity, out)
     capture = FeatureCapture(target.target, shape.feature_layers)
-    cache = FeatureCache(capture, cache_budget(config.cache_bytes, device), hidden=config.loss == "distribution")
-    strategy = DFlashStrategy(DFlashModel(shape, device, config.seed), target, config, record)
-    trainer = Trainer(strategy, samples, cache, config, out, record)
+    store = MemoryStore(cache_budget(config.cache_bytes, device))
+    teacher = config.loss == "distribution"
+    cache = FeatureCache(
+        capture, store, target.target.config, layers=shape.feature_layers, target=target.identity, hidden=teacher
+    )
+    drafter = DFlashModel(shape, device, config.seed)
+    strategy = DFlashStrategy(drafter, target, config, record)
+    held_out = spread(
+        (each for each in load_samples(data, HELD_OUT) if can_judge(each, shape.context_length)), config.held_out
+    )
+    judges = HeldOut(held_out, DFlashReplay(drafter, target, capture)) if held_out else None
+    trainer = Trainer(strategy, samples, cache, config, out, record, judges)
     if resume:
         trainer.resume()
     trainer.run(progress)
+
+
+def can_judge(sample: Sample, context_length: int) -> bool:
+    """Whether a sample may be held out: greedy, so that replay is what serving would do, and as serving takes it."""
+    return sample.greedy and not sample.looping and len(sample.token_ids) <= context_length
+
+
+def spread(samples: Iterable[Sample], count: int) -> list[Sample]:
+    """``count`` at most, evenly."""
+    found = list(samples)
+    count = min(count, len(found))
+    return [found[index * len(found) // count] for index in range(count)]

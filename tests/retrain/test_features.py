@@ -11,7 +11,9 @@ from torch import Tensor
 from redraft.engine.drafters.dflash_checkpoint import spread_layers
 from redraft.engine.embedded.attention import Segment, attend, plan_attention
 from redraft.retrain import features
-from redraft.retrain.features import Captured, FeatureCache, FeatureCapture
+from redraft.retrain.errors import Stopped
+from redraft.retrain.features import Captured, FeatureCache, FeatureCapture, PatientCapture
+from redraft.retrain.features_store import FeatureStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 
 from .conftest import CPU, make_sample, random_tokens
@@ -83,44 +85,100 @@ def test_layers_that_no_target_has_are_refused(target: FrozenTarget, layers: tup
 
 
 @pytest.mark.unit
-def test_the_cache_keeps_what_fits_and_recomputes_the_rest(target: FrozenTarget) -> None:
-    capture = FeatureCapture(target.target, (1, 4))
-    asked: list[int] = []
-
-    def counting(sequences: Sequence[Sequence[int]]) -> list[Captured]:
-        asked.extend(map(len, sequences))
-        return capture(sequences)
-
-    samples = [make_sample(random_tokens(length, length), [(10, length)], id=str(length)) for length in (40, 60, 20)]
-    lengths = [len(sample.token_ids) for sample in samples]
-    size = 40 * 2 * target.target.config.hidden * 4
-    cache = FeatureCache(counting, budget=size * 7 // 4, hidden=False)
-    for _ in range(2):
-        for found, sample in zip(cache(samples, lengths), samples, strict=True):
-            torch.testing.assert_close(found.features, capture([sample.token_ids])[0].features, rtol=1e-4, atol=1e-4)
-            assert len(found.hidden) == 0
-    assert asked == [40, 60, 20, 60]
+def test_short_passes_that_go_on_from_a_shared_beginning_capture_the_same(target: FrozenTarget) -> None:
+    first = random_tokens(90, 1)
+    sequences = [first, [*first[:70], *random_tokens(60, 2)], first[:40], random_tokens(200, 3), first, first]
+    expected = FeatureCapture(target.target, (1, 4))(sequences)
+    passes: list[None] = []
+    patient = PatientCapture(target.target, (1, 4), rows=16, between=lambda: passes.append(None))
+    for one, other in zip(patient(sequences), expected, strict=True):
+        torch.testing.assert_close(one.features, other.features, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-4, atol=1e-4)
+    assert len(passes) == sum(-(-tokens // 16) for tokens in (90, 60, 0, 200, 90, 0)), "what is shared was read again"
 
 
 @pytest.mark.unit
-def test_the_cache_keeps_a_prompt_once_for_all_its_answers(target: FrozenTarget) -> None:
-    capture = FeatureCapture(target.target, (1, 4))
+def test_a_pass_that_was_stopped_leaves_nothing_half_read_behind(target: FrozenTarget) -> None:
+    left = [2]
+
+    def between() -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise Stopped
+
+    capture = PatientCapture(target.target, (1, 4), rows=16, between=between)
+    tokens = random_tokens(60, 1)
+    with pytest.raises(Stopped):
+        capture([tokens])
+    torch.testing.assert_close(
+        capture([tokens])[0].features, FeatureCapture(target.target, (1, 4))([tokens])[0].features, rtol=1e-4, atol=1e-4
+    )
+
+
+class Counting:
+    """A capture that counts the sequences it is asked for."""
+
+    def __init__(self, target: FrozenTarget) -> None:
+        self._capture = FeatureCapture(target.target, (1, 4))
+        self.asked: list[int] = []
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        self.asked.extend(map(len, sequences))
+        return self._capture(sequences)
+
+
+def make_cache(target: FrozenTarget, capture: Counting, store: FeatureStore, hidden: bool) -> FeatureCache:
+    return FeatureCache(capture, store, target.target.config, layers=(1, 4), target=target.identity, hidden=hidden)
+
+
+@pytest.mark.unit
+def test_the_cache_keeps_what_fits_and_recomputes_the_rest(target: FrozenTarget) -> None:
+    counting, plain = Counting(target), FeatureCapture(target.target, (1, 4))
+    samples = [make_sample(random_tokens(length, length), [(10, length)], id=str(length)) for length in (40, 60, 20)]
+    lengths = [len(sample.token_ids) for sample in samples]
+    size = 40 * 2 * target.target.config.hidden * 4
+    cache = make_cache(target, counting, MemoryStore(size * 7 // 4), hidden=False)
+    for _ in range(2):
+        for found, sample in zip(cache(samples, lengths), samples, strict=True):
+            torch.testing.assert_close(found.features, plain([sample.token_ids])[0].features, rtol=1e-4, atol=1e-4)
+            assert len(found.hidden) == 0
+    assert counting.asked == [40, 60, 20, 60]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("hidden", [True, False])
+def test_what_samples_share_is_kept_once_and_comes_back_in_its_place(
+    target: FrozenTarget, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(features, "RUN", 16)
+    counting, plain = Counting(target), FeatureCapture(target.target, (1, 4))
     prompt = random_tokens(50, 1)
     samples = [make_sample([*prompt, *random_tokens(10, seed)], [(50, 60)], id=str(seed)) for seed in (2, 3)]
-    row = 3 * target.target.config.hidden * 4
-    asked: list[int] = []
-
-    def counting(sequences: Sequence[Sequence[int]]) -> list[Captured]:
-        asked.extend(map(len, sequences))
-        return capture(sequences)
-
-    cache = FeatureCache(counting, budget=row * (50 + 10 + 10), hidden=True)
+    width = target.target.config.hidden * 4
+    store = MemoryStore(1 << 24)
+    cache = make_cache(target, counting, store, hidden)
     for _ in range(2):
         for found, sample in zip(cache(samples, [60, 60]), samples, strict=True):
-            (expected,) = capture([sample.token_ids])
+            (expected,) = plain([sample.token_ids])
             torch.testing.assert_close(found.features, expected.features, rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
-    assert asked == [60, 60]
+            if hidden:
+                torch.testing.assert_close(found.hidden[50:], expected.hidden[50:], rtol=1e-4, atol=1e-4)
+                assert not found.hidden[:50].any()
+            else:
+                assert found.hidden.numel() == 0
+    assert counting.asked == [60, 60]
+    assert store.bytes == 2 * width * (48 + 12 + 12) + hidden * width * 2 * 10
+
+
+@pytest.mark.unit
+def test_replay_finds_what_training_captured(target: FrozenTarget) -> None:
+    counting = Counting(target)
+    sample = make_sample(random_tokens(60, 1), [(50, 60)])
+    cache = make_cache(target, counting, MemoryStore(1 << 24), hidden=True)
+    (trained,) = cache([sample], [60])
+    (replayed,) = cache.features([sample.token_ids])
+    assert torch.equal(trained.features, replayed.features)
+    assert counting.asked == [60]
 
 
 @pytest.mark.unit

@@ -15,6 +15,7 @@ from redraft.retrain.config import TrainConfig
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.features import FeatureCache, FeatureCapture
+from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.losses import block_loss, dpace
 from redraft.retrain.trainer import Trainer
@@ -81,7 +82,14 @@ def test_a_step_learns_and_never_waits_for_the_gpu(
     config = TrainConfig(steps=60, sequences=4, warmup=5, log_every=20, learning_rate=3e-3, loss=loss)  # type: ignore[arg-type]
     record = make_record(config, target)
     strategy = DFlashStrategy(DFlashModel(shape, CUDA, 0), target, config, record)
-    cache = FeatureCache(FeatureCapture(target.target, shape.feature_layers), 1 << 24, hidden=loss == "distribution")
+    cache = FeatureCache(
+        FeatureCapture(target.target, shape.feature_layers),
+        MemoryStore(1 << 24),
+        target.target.config,
+        layers=shape.feature_layers,
+        target=target.identity,
+        hidden=loss == "distribution",
+    )
     trainer = Trainer(strategy, samples, cache, config, tmp_path, record)
     first, _ = trainer._train_step()
     torch.cuda.set_sync_debug_mode("error")

@@ -13,6 +13,7 @@ from redraft.retrain.config import TrainConfig
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.features import FeatureCache, FeatureCapture
+from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.replay import DFlashReplay, walk
 from redraft.retrain.trainer import DRAFTER, Trainer
@@ -32,7 +33,14 @@ def test_one_sample_is_learnt_to_the_whole_block_in_replay_and_in_the_engine(
     record = make_record(config, target)
     model = DFlashModel(shape, CPU, seed=0)
     strategy = DFlashStrategy(model, target, config, record)
-    capture = FeatureCache(FeatureCapture(target.target, shape.feature_layers), 1 << 24, hidden=False)
+    capture = FeatureCache(
+        FeatureCapture(target.target, shape.feature_layers),
+        MemoryStore(1 << 24),
+        target.target.config,
+        layers=shape.feature_layers,
+        target=target.identity,
+        hidden=False,
+    )
     Trainer(strategy, [sample], capture, config, tmp_path, record).run()
 
     ((start, end),) = sample.spans
