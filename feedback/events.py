@@ -7,16 +7,17 @@ event's id follows from what it is about, so that one delivered twice is known a
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from redraft.engine.types import DrafterVersion, SamplingParams, Stratum
+from redraft.engine.types import DrafterVersion, FinishReason, SamplingParams, Stratum
 
 SCHEMA = 1
 
 Reason = Literal["rejected", "entropy", "draft_prob", "tool_call", "baseline"]
-"""Why a span was kept; ``baseline`` spans are whole answers of uniformly sampled sessions."""
+"""Why a span was kept; ``baseline`` spans are whole answers of uniformly sampled sessions, which give no others."""
 
 
 class Origin(Struct, frozen=True, kw_only=True):
@@ -36,12 +37,13 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 
 class SpanEvent(Struct, frozen=True, kw_only=True, tag="span"):
-    """Verify steps in a row worth learning from: positions [start, end) of the context's tokens.
+    """Verify steps of one drafter in a row worth learning from: positions [start, end) of the context's tokens.
 
     ``start`` is the first position that a verify step tried to fill. ``drafted``, ``draft_prob``, ``block_length`` and
     ``accepted`` have an entry a verify step, ``target_tokens`` and ``entropies`` (nats, or None where they were not
-    measured) one a committed token. ``censored`` says that some drafted token was never compared with the target's.
-    ``probability`` is that with which a span of this kind is kept.
+    measured) one a committed token. ``censored`` says that in some step acceptance ended with the verified block or
+    the answer, not with a rejection, while drafted tokens were left. ``probability`` is that with which a span of this
+    kind is kept. ``context`` may be missing from the store: expired, erased or lost.
     """
 
     id: str
@@ -70,8 +72,8 @@ class StepCounts(Struct, frozen=True, kw_only=True):
     """Sums over an answer's verify steps of one drafter in one context bucket.
 
     ``committed`` and ``verify_steps`` are over all of them; ``reached`` and ``accepted``, by position from 1, over the
-    exploration steps alone: those in which every drafted token before the position was accepted and it was verified,
-    and those in which it was accepted too.
+    exploration steps alone: those in which every drafted token before the position was accepted and it was compared
+    with the target's, and those in which it was accepted too. They are as long as the longest block explored.
     """
 
     drafter: DrafterVersion
@@ -84,10 +86,12 @@ class StepCounts(Struct, frozen=True, kw_only=True):
 
 
 class TurnEvent(Struct, frozen=True, kw_only=True, tag="turn"):
-    """One finished answer: what drift is judged by.
+    """One answer as it ended: what drift is judged by.
 
-    ``baseline`` marks a session of the uniform sample, drawn with ``probability``; only then is ``context`` sure to be
-    there. ``prompt_tokens`` of the context are the prompt.
+    ``finish_reason`` is ``abort`` where the client left or the engine gave up: its counts are of what was committed
+    until then, and it has no spans. ``baseline`` marks a session of the uniform sample, drawn with ``probability``.
+    ``context`` is None where nothing of the turn was worth keeping or a quota did not allow it, and may be missing
+    from the store. Steps without a drafter are in no ``counts``.
     """
 
     id: str
@@ -103,9 +107,40 @@ class TurnEvent(Struct, frozen=True, kw_only=True, tag="turn"):
     probability: float
     counts: tuple[StepCounts, ...]
     context: str | None
+    finish_reason: FinishReason = "stop"
 
 
 Event = SpanEvent | TurnEvent
+
+Cursor = str
+"""A place between two events of a source: opaque, a later one compares greater; ``START`` is before all."""
+
+START: Cursor = ""
+
+
+class SpanSink(Protocol):
+    """Where events go."""
+
+    def append(self, events: Sequence[Event]) -> None:
+        """Keep all of them, in order; raises OSError where it cannot."""
+        ...
+
+    def maintain(self, now: float) -> None:
+        """Whatever retention asks for at a time, in seconds since the epoch."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class SpanSource(Protocol):
+    """Where events come from, in the order they went in; any number of readers, none disturbs another."""
+
+    def read(self, cursor: Cursor, limit: int) -> tuple[list[Event], Cursor]:
+        """At most ``limit`` events behind ``cursor``, and the cursor behind them; none where there are no more yet.
+
+        What a later schema added is passed over: unknown fields, and events of unknown kinds.
+        """
+        ...
 
 
 def event_id(request_id: str, choice: int, position: int, kind: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -132,3 +133,46 @@ class ServingMetrics:
                 return OTHER
             self._agent_types.add(agent_type)
         return agent_type
+
+
+DropCause = Literal["queue_full", "storage", "closed", "fault"]
+
+
+class CaptureMetrics:
+    """What became of the answers that were to be kept: each is recorded or dropped."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"redraft_capture_{name}", text, labels, registry=self.registry)
+
+        self._recorded = counter("recorded_turns", "Answers whose events were written.")
+        self._dropped = counter("dropped_turns", "Answers whose events were lost.", "cause")
+        self._spans = counter("spans", "Spans written.", "reason")
+        self._over_quota = counter("over_quota_spans", "Spans that a quota kept out.", "reason")
+        self._written = counter("written_bytes", "Bytes written to disk.", "what")
+        self._removed = counter("removed", "What retention removed: segments, and turns of contexts.", "what")
+        self._seconds = counter("seconds", "Time taken from serving: of the event loop, and CPU beside it.", "where")
+        self.queued = Gauge("redraft_capture_queued_turns", "Answers that wait to be written.", registry=self.registry)
+
+    def recorded(self, turns: int) -> None:
+        self._recorded.inc(turns)
+
+    def dropped(self, cause: DropCause, turns: int = 1) -> None:
+        self._dropped.labels(cause).inc(turns)
+
+    def spans(self, reason: str, count: int) -> None:
+        self._spans.labels(reason).inc(count)
+
+    def over_quota(self, reason: str, count: int) -> None:
+        self._over_quota.labels(reason).inc(count)
+
+    def wrote(self, what: Literal["events", "contexts"], size: int) -> None:
+        self._written.labels(what).inc(size)
+
+    def removed(self, what: Literal["segment", "turn"], count: int = 1) -> None:
+        self._removed.labels(what).inc(count)
+
+    def spent(self, where: Literal["event_loop", "worker"], seconds: float) -> None:
+        self._seconds.labels(where).inc(seconds)

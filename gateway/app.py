@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ from starlette.responses import Response
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.protocol import Engine
+from redraft.feedback.recorder import Recorder
 from redraft.gateway.chat_request import CHAT_BODY
 from redraft.gateway.chat_response import ChatCompletion, ChatCompletionChunk
 from redraft.gateway.config import GatewayConfig
@@ -25,14 +27,19 @@ from redraft.gateway.tokenization import DETOKENIZE_BODY, TOKENIZE_BODY, Text, T
 from redraft.gateway.transport import JSONResponse
 
 
-def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> FastAPI:
-    """The gateway in front of ``engine``, which it closes at shutdown; ``chat`` belongs to the served checkpoint."""
-    gateway = Gateway(config, engine, chat)
+def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder, recorder: Recorder | None = None) -> FastAPI:
+    """The gateway in front of ``engine``; ``chat`` belongs to the served checkpoint, ``recorder`` takes the answers.
+
+    Engine and recorder are closed at shutdown.
+    """
+    gateway = Gateway(config, engine, chat, recorder)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await engine.close()
+        if recorder is not None:
+            await asyncio.to_thread(recorder.close)
 
     app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     app.add_middleware(RequestMiddleware, metrics=gateway.metrics)

@@ -16,6 +16,7 @@ from redraft.engine.chat.tool_calls import ContentDelta, ToolCallDelta, ToolCall
 from redraft.engine.protocol import Engine, EngineUnavailable
 from redraft.engine.types import AcceptLength, Commit, DrafterVersion, GenerationRequest, TokenLogprob
 from redraft.feedback.metrics import ServingMetrics
+from redraft.feedback.recorder import Recording
 from redraft.gateway.response import FinishReason
 
 AnswerDelta = ContentDelta | ToolCallDelta
@@ -180,7 +181,7 @@ class Choice:
 class Completion:
     """Runs one request for each prompt once: iterate ``steps``, then read the choices, the counts and the tally.
 
-    Choices are numbered over all requests, in their order.
+    Choices are numbered over all requests, in their order; ``recordings``, if any, are one a choice.
     """
 
     def __init__(
@@ -193,11 +194,13 @@ class Completion:
         tools: bool,
         started: float,
         on_finish: Callable[[Completion], None],
+        recordings: Sequence[Recording] = (),
     ) -> None:
         self._engine = engine
         self._metrics = metrics
         self._started = started
         self._on_finish = on_finish
+        self._recordings = recordings
         self._requests = requests
         self._cached = [0] * len(requests)
         self.tokenizer = tokenizer
@@ -235,6 +238,8 @@ class Completion:
                         self._metrics.observe_first_token(agent_type, now - self._started)
                     self._count(prompt, commit)
                     number = prompt * n + commit.choice
+                    if self._recordings:
+                        self._recordings[number].add(commit)
                     yield self.choices[number].push(number, commit, now)
                     await asyncio.sleep(0)  # a backlog of commits must not keep the event loop from all others
             if not all(choice.finish_reason for choice in self.choices):
@@ -242,6 +247,8 @@ class Completion:
             self._observe_finish()
             self._on_finish(self)
         finally:
+            for recording in self._recordings:
+                recording.abandon()
             if self.completion_tokens:
                 self._metrics.count_tokens(
                     agent_type,

@@ -17,6 +17,7 @@ from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.protocol import Engine, EngineError, EngineUnavailable
 from redraft.engine.types import Capabilities, GenerationRequest, Health, Principal
 from redraft.feedback.metrics import CONTENT_TYPE, ServingMetrics
+from redraft.feedback.recorder import Recorder
 from redraft.gateway.answer import Answer
 from redraft.gateway.auth import resolve_principal
 from redraft.gateway.chat_completions import ChatAnswer
@@ -44,14 +45,17 @@ _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 class Gateway:
     """The routes' handlers, and what they share: the engine, its capabilities, the sessions, the metrics."""
 
-    def __init__(self, config: GatewayConfig, engine: Engine, chat: ChatEncoder) -> None:
+    def __init__(self, config: GatewayConfig, engine: Engine, chat: ChatEncoder, recorder: Recorder | None) -> None:
         self._config = config
         self._engine = engine
         self._chat = chat
+        self._recorder = recorder
         self._started = int(time.time())
         self._known_capabilities: Capabilities | None = None
         self._sessions = Sessions(config.session_idle_seconds, config.max_sessions)
         self.metrics = ServingMetrics()
+        if recorder is not None:
+            self.metrics.registry.register(recorder.metrics.registry)
 
     async def chat_completions(self, request: Request) -> Response:
         """Answer a conversation, at once or as a stream of chunks."""
@@ -134,6 +138,8 @@ class Gateway:
                 links = [message_chain([choice.message()], prepared.end)[0] for choice in completion.choices]
                 self._sessions.remember(principal.tenant, session_id, links)
 
+        capabilities = await self._capabilities()
+        recorder = self._recorder
         completion = Completion(
             self._engine,
             requests,
@@ -142,8 +148,15 @@ class Gateway:
             tools=prepared.tools,
             started=started,
             on_finish=remember_answer,
+            recordings=[
+                recorder.recording(request, choice, capabilities.target)
+                for request in requests
+                for choice in range(request.n)
+            ]
+            if recorder
+            else (),
         )
-        answer = protocol(id_, completion, prepared, await self._capabilities())
+        answer = protocol(id_, completion, prepared, capabilities)
         headers = {SESSION_HEADER: session_id}
         if generation.stream:
             return EventStream(answer.chunks(), request.state.request_id, headers)

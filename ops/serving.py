@@ -137,10 +137,13 @@ def run_gateway(config_path: Path, listen_fd: int) -> None:
     from redraft.engine.embedded.client import EmbeddedEngine
     from redraft.gateway.app import create_app
     from redraft.gateway.server import serve
+    from redraft.ops.feedback import start_recorder
 
     config, engine_socket = _effective(config_path)
-    chat = ChatEncoder.from_folder(resolve(config.engine.model))
-    app = create_app(config.gateway, EmbeddedEngine(engine_socket), chat)
+    model = resolve(config.engine.model)
+    chat = ChatEncoder.from_folder(model)
+    recorder = start_recorder(config, model, chat.tokenizer)
+    app = create_app(config.gateway, EmbeddedEngine(engine_socket), chat, recorder)
     serve(app, socket.socket(fileno=listen_fd))
 
 
