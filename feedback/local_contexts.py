@@ -15,7 +15,7 @@ import shutil
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -113,7 +113,7 @@ class LocalContextStore:
             paths = self._files(tenant, session_key(tenant, session))
         else:
             paths = list((self._folder / _tenant_key(tenant)).glob(f"??/{_NAME}"))
-        erased = sum(self._rewrite(path, []) for path in paths)
+        erased = sum(self._forget(path, lambda context: True) for path in paths)
         if session is None:
             shutil.rmtree(self._folder / _tenant_key(tenant), ignore_errors=True)
         return erased
@@ -123,8 +123,7 @@ class LocalContextStore:
         expired = 0
         for path in self._paths():
             if _created(path) < before:
-                young = [context for _, context in self._read(path) if context.time >= before]
-                expired += self._rewrite(path, young)
+                expired += self._forget(path, lambda context: context.time < before)
         return expired + (self._trim(self._max_bytes) if self._max_bytes is not None else 0)
 
     def _trim(self, max_bytes: int) -> int:
@@ -134,7 +133,7 @@ class LocalContextStore:
             if total <= max_bytes:
                 break
             total -= sizes[path]
-            forgotten += self._rewrite(path, [])
+            forgotten += self._forget(path, lambda context: True)
         return forgotten
 
     def size(self) -> int:
@@ -171,23 +170,22 @@ class LocalContextStore:
             yield id_, context
         self.damaged += end < len(data)
 
-    def _rewrite(self, path: Path, keep: Sequence[TurnContext]) -> int:
-        """Leave only some turns of a file, in one step; returns how many went."""
+    def _forget(self, path: Path, stale: Callable[[TurnContext], bool]) -> int:
+        """Take turns out of a file, in one step; returns how many."""
         with suppress(FileNotFoundError), _locked(path):
-            count = sum(1 for _ in self._read(path))
+            turns = [context for _, context in self._read(path)]
+            keep = [context for context in turns if not stale(context)]
             if not keep:
                 path.unlink()
-            elif len(keep) < count:
-                tokens: tuple[int, ...] = ()
-                frames = []
-                for context in keep:
-                    frames.append(_encode(context_id(context), context, _shared(tokens, context.token_ids)))
-                    tokens = context.token_ids
+            elif len(keep) < len(turns):
                 new = path.with_name(f".{path.name}.new")
-                new.write_bytes(b"".join(frames))
-                new.chmod(0o600)
+                with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                    before: tuple[int, ...] = ()
+                    for context in keep:
+                        file.write(_encode(context_id(context), context, _shared(before, context.token_ids)))
+                        before = context.token_ids
                 new.replace(path)
-            return count - len(keep)
+            return len(turns) - len(keep)
         return 0
 
     def _files(self, tenant: str, key: str) -> list[Path]:

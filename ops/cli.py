@@ -11,7 +11,19 @@ import typer
 
 from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.protocol import EngineError
-from redraft.ops.commands import bench, chat, config, data, doctor, drafters, lifecycle, models, speculation, train
+from redraft.ops.commands import (
+    bench,
+    chat,
+    config,
+    data,
+    doctor,
+    drafters,
+    feedback,
+    lifecycle,
+    models,
+    speculation,
+    train,
+)
 from redraft.ops.errors import CliError
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.errors import TrainingError
@@ -42,6 +54,7 @@ app.command(rich_help_panel=LOOK)(speculation.speculation)
 app.command(rich_help_panel=LOOK)(doctor.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(bench.bench)
+app.add_typer(feedback.app, name="feedback", rich_help_panel=LOOK)
 app.add_typer(drafters.app, name="drafters", rich_help_panel=LEARN)
 app.add_typer(data.app, name="data", rich_help_panel=LEARN)
 app.add_typer(train.app, name="train", rich_help_panel=LEARN)

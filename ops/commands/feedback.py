@@ -1,0 +1,131 @@
+"""What is kept of the answers served: looking at it, and forgetting it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from redraft.engine.types import AcceptLength
+from redraft.feedback.events import START, Cursor, Event, SpanEvent, TurnEvent, session_hash
+from redraft.feedback.segments import SegmentDamaged
+from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.feedback import feedback_folder, open_contexts, open_log
+
+READ_AT_ONCE = 1000
+
+app = typer.Typer(help="What is kept of the answers served.", no_args_is_help=True)
+
+
+@app.command()
+def status(config: ConfigPath = None) -> None:
+    """Say how much is kept, of what, and since when."""
+    settings = load(config)[0].config
+    turns: Counter[str] = Counter()
+    spans: Counter[str] = Counter()
+    sessions: set[str] = set()
+    baseline: set[str] = set()
+    length = AcceptLength()
+    times = []
+    log = open_log(settings)
+    cursor: Cursor = START
+    damaged = []
+    while True:
+        try:
+            events, cursor = log.read(cursor, READ_AT_ONCE)
+        except SegmentDamaged as damage:
+            damaged.append(str(damage))
+            cursor = damage.resume
+            continue
+        if not events:
+            break
+        times += [events[0].time, events[-1].time]
+        for event in events:
+            if isinstance(event, SpanEvent):
+                spans[event.reason] += 1
+                continue
+            turns[event.finish_reason] += 1
+            sessions.add(event.origin.session)
+            if event.baseline:
+                baseline.add(event.origin.session)
+            for counts in event.counts:
+                length += AcceptLength(counts.committed, counts.verify_steps)
+    print(f"folder: {feedback_folder(settings)}{'' if settings.feedback.enabled else ' (feedback.enabled is off)'}")
+    print(f"answers: {turns.total()} ({_listed(turns)}), of {len(sessions)} sessions, {len(baseline)} of them baseline")
+    print(f"spans: {spans.total()} ({_listed(spans)})")
+    print(f"accept length: {length.committed} tokens / {length.verify_steps} verify steps")
+    if times:
+        print(f"from {_moment(min(times))} to {_moment(max(times))}")
+    feedback = settings.feedback
+    print(f"events: {log.size()} bytes; tokens: {open_contexts(settings).size()} bytes; at most {feedback.max_bytes}")
+    print(f"kept for {feedback.retention_days:g} days")
+    if log.unknown:
+        print(f"of a later version, passed over: {log.unknown} events")
+    for line in damaged:
+        print(line)
+
+
+@app.command()
+def show(
+    config: ConfigPath = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last events.")] = 20,
+) -> None:
+    """List the last events."""
+    table = Table("time", "event", "tenant", "agent", "session", "drafter", "tokens", "accept length", box=None)
+    for event in open_log(load(config)[0].config).tail(lines):
+        table.add_row(*_row(event))
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+@app.command()
+def erase(
+    tenant: Annotated[str, typer.Option(help="Whose.")],
+    session: Annotated[
+        str | None, typer.Option(help="Only this session: its id as the client knows it, or as `show` lists it.")
+    ] = None,
+    config: ConfigPath = None,
+) -> None:
+    """Forget what was kept of a tenant, or of one session: events and tokens.
+
+    It may run beside a gateway; answers that end later are kept again.
+    """
+    settings = load(config)[0].config
+    names = None if session is None else {session, session_hash(tenant, session)}
+
+    def matches(event: Event) -> bool:
+        return event.origin.tenant == tenant and (names is None or event.origin.session in names)
+
+    contexts = open_contexts(settings)
+    turns = sum(contexts.erase(tenant, name) for name in names) if names else contexts.erase(tenant)
+    events = open_log(settings).erase(matches)
+    print(f"Erased {events} events and the tokens of {turns} turns")
+
+
+def _row(event: Event) -> tuple[str, ...]:
+    origin = event.origin
+    if isinstance(event, TurnEvent):
+        drafters = {counts.drafter for counts in event.counts}
+        what = f"turn ({event.finish_reason}{', baseline' if event.baseline else ''})"
+        where = f"{event.prompt_tokens}+{event.completion_tokens}"
+        committed = sum(counts.committed for counts in event.counts)
+        steps = sum(counts.verify_steps for counts in event.counts)
+    else:
+        drafters = {event.drafter} if event.drafter else set()
+        what = event.reason
+        where = f"{event.start}-{event.end}"
+        committed, steps = len(event.target_tokens), len(event.block_length)
+    named = " ".join(f"{drafter.kind}:{drafter.id[:8]}" for drafter in drafters) or "-"
+    pace = f"{committed}/{steps}"
+    return _moment(event.time), what, origin.tenant, origin.agent_type, origin.session, named, where, pace
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
