@@ -33,6 +33,7 @@ class Chart(Struct):
     rise: Side = field(default_factory=Side)
     turns: int = 0
     sessions: int = 0
+    exposure: float = 0.0
     quiet_until: int = 0
     signal_turn: int = 0
     recent: dict[str, Contribution] = field(default_factory=dict)
@@ -47,6 +48,7 @@ class Chart(Struct):
             contribution = Contribution(0, 0.0, 0.0)
             if len(self.recent) >= RECENT_SESSIONS:
                 del self.recent[next(iter(self.recent))]
+        self.exposure += exposure
         contribution.last = self.turns
         contribution.residual += residual
         contribution.exposure += exposure

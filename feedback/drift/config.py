@@ -19,7 +19,10 @@ class DriftConfig(BaseModel):
         description="Sessions of the whole deployment a false alarm: 50000 is 0.02 a day at 1,000 sessions a day.",
     )
     learning_sessions: int = Field(
-        200, ge=30, description="Sessions from which a stratum without a reference learns one; it cannot alarm before."
+        200,
+        ge=30,
+        description="Fewest sessions from which a stratum without a reference learns one (up to five times as many "
+        "where sessions differ much); it cannot alarm before.",
     )
     cooldown_sessions: int = Field(
         200, ge=0, description="Sessions after a signal in which the same stratum gives no other."

@@ -25,20 +25,23 @@ _ERRORS = tuple(NormalDist().inv_cdf((2 * i + 1) / 42) for i in range(21))
 class Scale(Struct, frozen=True):
     """What turns residuals of a stratum into increments; one a side, for residuals are skewed.
 
-    ``deviation`` is the standard deviation of a session's residual, ``drift`` the floor in units of it.
+    ``deviation`` is the standard deviation of a session's residual, ``drift`` the floor in units of it, and
+    ``evidence`` how many such sessions the reference's level is worth.
     """
 
     drop: float
     rise: float
     deviation: float
     drift: float
+    evidence: float
 
     @classmethod
-    def of(cls, reference: Reference, floor: float) -> Scale:
-        drift = floor / reference.cv
-        sigma = math.sqrt(reference.variance)
-        drop, rise = (_exponent(drift, sign * reference.skewness, reference.kurtosis) / sigma for sign in (-1, 1))
-        return cls(drop, rise, sigma, drift)
+    def of(cls, reference: Reference, floor: float, exposure: float) -> Scale:
+        """Of sessions with so many exploration steps on average."""
+        cv = reference.cv_at(exposure)
+        drift, deviation = floor / cv, cv * exposure
+        drop, rise = (_exponent(drift, sign * reference.skewness, reference.kurtosis) / deviation for sign in (-1, 1))
+        return cls(drop, rise, deviation, drift, reference.sessions * (cv / reference.cv) ** 2)
 
     def increments(self, residual: float, exposure: float, floor: float) -> tuple[float, float]:
         """What a turn adds to the drop side and to the rise side."""
@@ -61,16 +64,16 @@ def _exponent(drift: float, skewness: float, kurtosis: float) -> float:
     return high
 
 
-def threshold(drift: float, run_length: float, sessions: int, kurtosis: float) -> float:
-    """Height at which one side alarms once in ``run_length`` sessions on average, reference errors included.
+def threshold(drift: float, run_length: float, evidence: float, kurtosis: float) -> float:
+    """Height at which one side alarms once in ``run_length`` sessions on average, after a reference of ``evidence`` sessions.
 
     >>> [round(threshold(0.15, run_length, 10**9, 3), 1) for run_length in (1e3, 1e5)]
     [3.6, 8.1]
     >>> threshold(0.15, 1e5, 200, 3) > threshold(0.15, 1e5, 2000, 3) > 8.1
     True
     """
-    spread = math.sqrt(max(kurtosis - 1, 2.0) / sessions)
-    slopes = [2 * (drift + error / math.sqrt(sessions)) for error in _ERRORS]
+    spread = math.sqrt(max(kurtosis - 1, 2.0) / evidence)
+    slopes = [2 * (drift + error / math.sqrt(evidence)) for error in _ERRORS]
     cases = [(slope, math.exp(spread * error)) for slope in slopes for error in _ERRORS]
     low, high = 0.0, 1000.0
     for _ in range(40):

@@ -35,8 +35,15 @@ MAX_STRATA = 64
 MAX_VERSIONS = 4
 MAX_SESSIONS = 10_000
 RESCALE_TURNS = 100
+_RESCALE_AT = frozenset(50 * 2**power for power in range(40))
 CHARTS_A_SESSION = 4
 """A session's residuals enter two sides of two charts: its stratum's, and that over all strata."""
+
+LEARNT_ERROR = 3
+"""A learnt reference takes as many sessions as bring its standard error under this part of the effect floor, ..."""
+
+MOST_LEARNING = 5
+"""... up to so many times ``learning_sessions``."""
 
 Key = tuple[DrafterVersion, Stratum]
 
@@ -50,6 +57,8 @@ class _Cell(Struct, kw_only=True):
     new: bool
     reference: Reference | None
     learning: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    to_learn: int
+    exposure: float | None = None
     committed: int = 0
     verify_steps: int = 0
     explored_steps: int = 0
@@ -86,18 +95,14 @@ class _Memory(Struct, kw_only=True):
 
 
 class _Watch:
-    """What follows from a cell's reference."""
+    """What follows from a cell's reference and the exploration steps that its sessions have now."""
 
-    def __init__(self, reference: Reference, config: DriftConfig) -> None:
+    def __init__(self, reference: Reference, exposure: float, config: DriftConfig) -> None:
         self.profile = Profile.of(reference.reached, reference.accepted)
-        self.scale = Scale.of(reference, config.effect_floor)
+        self.scale = Scale.of(reference, config.effect_floor, exposure)
         self.error = reference.cv / math.sqrt(reference.sessions)
-        self.threshold = threshold(
-            self.scale.drift,
-            CHARTS_A_SESSION * config.sessions_per_false_alarm,
-            reference.sessions,
-            reference.kurtosis,
-        )
+        run_length = CHARTS_A_SESSION * config.sessions_per_false_alarm
+        self.threshold = threshold(self.scale.drift, run_length, self.scale.evidence, reference.kurtosis)
 
 
 class DriftMonitor:
@@ -162,6 +167,8 @@ class DriftMonitor:
             residual, exposure = watch.profile.residual(counts.reached, counts.accepted), counts.reached[0]
             drop, rise = watch.scale.increments(residual, exposure, self._config.effect_floor)
             cell.chart.add(session, residual, exposure, drop, rise, event.time)
+            if cell.chart.turns in _RESCALE_AT:
+                self._rescale(cell)
             watched.append((cell, watch, residual, exposure))
             signals += self._signals(cell.chart, watch.threshold, watch.error, cell, event.time)
         if watched:
@@ -218,6 +225,7 @@ class DriftMonitor:
             stratum=key[1],
             new=any(other.reference for other in own) and not given,
             reference=given[0] if given else None,
+            to_learn=self._config.learning_sessions,
         )
         self._memory.numbers += 1
         self._memory.cells.append(cell)
@@ -246,17 +254,27 @@ class DriftMonitor:
         if session in cell.learning:
             reached, accepted = cell.learning[session]
             cell.learning[session] = (_added(reached, counts.reached), _added(accepted, counts.accepted))
-        elif len(cell.learning) < self._config.learning_sessions:
-            cell.learning[session] = (counts.reached, counts.accepted)
-        else:
-            cell.reference = make_reference(cell.stratum, cell.drafter, list(cell.learning.values()))
-            cell.learning.clear()
+            return
+        if len(cell.learning) >= cell.to_learn:
+            reference = make_reference(cell.stratum, cell.drafter, list(cell.learning.values()))
+            needed = math.ceil((LEARNT_ERROR * reference.cv / self._config.effect_floor) ** 2)
+            cell.to_learn = min(max(cell.to_learn, needed), MOST_LEARNING * self._config.learning_sessions)
+            if len(cell.learning) >= cell.to_learn:
+                cell.reference = reference
+                cell.learning.clear()
+                return
+        cell.learning[session] = (counts.reached, counts.accepted)
 
     def _watch(self, cell: _Cell, reference: Reference) -> _Watch:
         key = (cell.drafter, cell.stratum)
         if key not in self._watches:
-            self._watches[key] = _Watch(reference, self._config)
+            self._watches[key] = _Watch(reference, cell.exposure or reference.exposure, self._config)
         return self._watches[key]
+
+    def _rescale(self, cell: _Cell) -> None:
+        """Expect of a session what sessions have brought so far: lengths and the exploration share may have changed."""
+        cell.exposure = cell.chart.exposure / cell.chart.sessions
+        self._watches.pop((cell.drafter, cell.stratum))
 
     def _signals(
         self, chart: Chart, threshold: float, error: float, of: _Cell | _Whole, time: float
@@ -296,12 +314,12 @@ class DriftMonitor:
             del whole.recent[next(iter(whole.recent))]
         whole.chart.add(session, residual, exposure, drop, rise, time)
         if len(whole.recent) >= self._config.learning_sessions and whole.chart.turns % RESCALE_TURNS == 0:
-            self._rescale(whole)
+            self._rescale_whole(whole)
         if whole.height is None:
             return []
         return self._signals(whole.chart, whole.height, self._whole_error(drafter), whole, time)
 
-    def _rescale(self, whole: _Whole) -> None:
+    def _rescale_whole(self, whole: _Whole) -> None:
         """Set the height of the chart over all strata by its latest sessions; none while there is but one stratum."""
         watched = self._watched(whole.drafter)
         if len(watched) < 2:
@@ -316,7 +334,7 @@ class DriftMonitor:
         whole.height = threshold(
             math.sqrt(sum(information) / len(whole.recent) / whole.inflation),
             CHARTS_A_SESSION * self._config.sessions_per_false_alarm,
-            sum(reference.sessions for _, reference, _ in watched),
+            sum(watch.scale.evidence for _, _, watch in watched),
             max(reference.kurtosis for _, reference, _ in watched),
         )
 
@@ -364,7 +382,7 @@ class DriftMonitor:
             state=state,
             new=isinstance(of, _Cell) and of.new,
             learnt=len(of.learning if isinstance(of, _Cell) else of.recent),
-            to_learn=self._config.learning_sessions,
+            to_learn=of.to_learn if isinstance(of, _Cell) else self._config.learning_sessions,
             accept_length=AcceptLength(sum(c.committed for c in cells), sum(c.verify_steps for c in cells)),
             explored_steps=sum(c.explored_steps for c in cells),
             reference=reference,

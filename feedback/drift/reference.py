@@ -89,7 +89,13 @@ class Reference(Struct, frozen=True, kw_only=True):
     @property
     def cv(self) -> float:
         """Relative standard error of tau from one session; from n sessions it is this over the root of n."""
-        return math.sqrt(self.variance) / self.exposure
+        return self.cv_at(self.exposure)
+
+    def cv_at(self, exposure: float) -> float:
+        """The same of sessions with another number of steps: what differs between sessions stays, chance does not."""
+        own = _sampling(Profile.of(self.reached, self.accepted), self.reached, self.accepted) / self.reached[0]
+        between = self.variance / self.exposure**2 - own / self.exposure
+        return math.sqrt(max(0.0, between) + own / exposure)
 
 
 def make_reference(stratum: Stratum, drafter: DrafterVersion, sessions: Sequence[Counts]) -> Reference:
@@ -108,9 +114,7 @@ def make_reference(stratum: Stratum, drafter: DrafterVersion, sessions: Sequence
     profile = Profile.of(reached, accepted)
     residuals = [profile.residual(*counts) for counts in sessions]
     moments = [math.fsum(r**power for r in residuals) / len(residuals) for power in (2, 3, 4)]
-    sampling = math.fsum(
-        w**2 * (a + 0.5) * (r - a + 0.5) / (r + 1) for w, r, a in zip(profile.weights, reached, accepted, strict=False)
-    )
+    sampling = _sampling(profile, reached, accepted)
     return Reference(
         stratum=stratum,
         drafter=drafter,
@@ -121,3 +125,9 @@ def make_reference(stratum: Stratum, drafter: DrafterVersion, sessions: Sequence
         skewness=moments[1] / moments[0] ** 1.5 if moments[0] else 0.0,
         kurtosis=moments[2] / moments[0] ** 2 if moments[0] else 3.0,
     )
+
+
+def _sampling(profile: Profile, reached: Sequence[int], accepted: Sequence[int]) -> float:
+    """Variance of a residual if its verify steps were independent."""
+    counts = zip(profile.weights, reached, accepted, strict=False)
+    return math.fsum(w**2 * (a + 0.5) * (r - a + 0.5) / (r + 1) for w, r, a in counts)
