@@ -65,7 +65,7 @@ def _exponent(drift: float, skewness: float, kurtosis: float) -> float:
 
 
 def threshold(drift: float, run_length: float, evidence: float, kurtosis: float) -> float:
-    """Height at which one side alarms once in ``run_length`` sessions on average, after a reference of ``evidence`` sessions.
+    """Height at which one side alarms once in ``run_length`` sessions, the reference being worth ``evidence`` sessions.
 
     >>> [round(threshold(0.15, run_length, 10**9, 3), 1) for run_length in (1e3, 1e5)]
     [3.6, 8.1]
