@@ -16,7 +16,7 @@ class RetrainConfig(BaseModel):
     folder: Path | None = Field(
         None,
         description="Where drafter versions, the serving pointer and what training keeps are; by default in the "
-        "user's data folder, shared by deployments of one target.",
+        "user's state folder, shared by deployments of one target.",
     )
     auto_promote: bool = Field(
         True, description="Whether a candidate that the gate accepted serves at once, or waits for a person."
@@ -28,7 +28,7 @@ class RetrainConfig(BaseModel):
     @property
     def home(self) -> Path:
         """The folder in force."""
-        return (self.folder or platformdirs.user_data_path("redraft") / "retrain").expanduser()
+        return (self.folder or platformdirs.user_state_path("redraft") / "retrain").expanduser()
 
     @property
     def registry(self) -> Path:

@@ -9,7 +9,6 @@ takes the pointer's version when it is told again or starts.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
@@ -22,8 +21,6 @@ from redraft.engine.types import DrafterPointer, DrafterVersion
 from redraft.retrain.registry.errors import RegistryError
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.registry import FLOOR, Registry, add_version_zero
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -70,11 +67,11 @@ class Publisher:
             self._registry.force(version, who=who, why=why)
         loaded = await self._load(version)
         if version == pointer.serving:
-            return await self._activate(pointer, loaded, f"{version.id} serves already")
+            return await self._activate(pointer, loaded, f"version {version.id} serves already")
         changed = replace(pointer, serving=version, previous=pointer.serving, canary=None, token=pointer.token + 1)
         await self._set(pointer.token, changed)
         self._registry.follow(changed, who=who, why=why, left="retired")
-        return await self._activate(changed, loaded, f"{version.id} serves instead of {pointer.serving.id}")
+        return await self._activate(changed, loaded, f"version {version.id} serves instead of {pointer.serving.id}")
 
     async def rollback(self, why: str, *, who: str, to: DrafterVersion | None = None) -> Published:
         """Let the version serve again that served before the present one, or ``to``, which served once.
@@ -96,8 +93,10 @@ class Publisher:
         loaded = await self._load(back)
         changed = replace(pointer, serving=back, previous=entered.replaced, canary=None, token=pointer.token + 1)
         await self._set(pointer.token, changed)
-        self._registry.follow(changed, who=who, why=f"{pointer.serving.id} rolled back: {why}", left="rolled_back")
-        return await self._activate(changed, loaded, f"{back.id} serves again instead of {pointer.serving.id}")
+        self._registry.follow(
+            changed, who=who, why=f"version {pointer.serving.id} was rolled back: {why}", left="rolled_back"
+        )
+        return await self._activate(changed, loaded, f"version {back.id} serves again instead of {pointer.serving.id}")
 
     async def _settle(self) -> DrafterPointer:
         """The pointer, made if there was none, and recorded if whoever changed it was stopped before."""
@@ -150,13 +149,9 @@ async def _asked(call: Awaitable[T], seconds: float) -> T:
 def serving_drafter(root: Path, target: str) -> tuple[DrafterVersion, Path] | None:
     """What the pointer under ``root`` says serves a target, for an engine's start.
 
-    None where it names no checkpoint, and, loudly, where its version cannot be had: then the configuration decides.
+    None where it names no checkpoint. Raises `RegistryError` if the version that it names cannot be had.
     """
-    try:
-        pointer = FilePointerStore(root).load(target)
-        if pointer is None or pointer.serving == FLOOR:
-            return None
-        return pointer.serving, Registry(root, target).path(pointer.serving)
-    except RegistryError as error:
-        logger.error("the published drafter cannot be served, engine.drafter decides instead: %s", error)
+    pointer = FilePointerStore(root).load(target)
+    if pointer is None or pointer.serving == FLOOR:
         return None
+    return pointer.serving, Registry(root, target).path(pointer.serving)

@@ -6,9 +6,10 @@ import time
 from typing import Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from redraft.engine.types import AcceptLength, DrafterVersion
+from redraft.feedback.drift.reference import Reference
 from redraft.retrain.provenance import Provenance
 
 Origin = Literal["bundled", "trained", "imported"]
@@ -25,7 +26,7 @@ class VersionRecord(Struct, frozen=True, kw_only=True):
     """What a version is; ``why`` says what had it made: the drift signal in words, ``nightly`` or ``manual``.
 
     ``parent`` is the version that training began from. ``references`` are the levels that drift is measured from, where
-    they are known before any gate, as `redraft.feedback.drift` encodes them. ``created`` is in seconds since 1970.
+    they are known before any gate. ``created`` is in seconds since 1970.
     """
 
     version: DrafterVersion
@@ -34,7 +35,7 @@ class VersionRecord(Struct, frozen=True, kw_only=True):
     why: str
     parent: DrafterVersion | None = None
     provenance: Provenance | None = None
-    references: tuple[Raw, ...] = ()
+    references: tuple[Reference, ...] = ()
     created: float = msgspec.field(default_factory=time.time)
 
 
@@ -44,7 +45,7 @@ class GateResult(Struct, frozen=True, kw_only=True):
     report: str
     accept_length: AcceptLength
     numbers: dict[str, float] = {}
-    references: tuple[Raw, ...] = ()
+    references: tuple[Reference, ...] = ()
 
 
 class Entry(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -84,7 +85,7 @@ class Entered(Struct, frozen=True):
         return next((entry.gate for entry in reversed(self.history) if entry.gate), None)
 
     @property
-    def references(self) -> tuple[Raw, ...]:
+    def references(self) -> tuple[Reference, ...]:
         """The levels that drift is measured from: the gate's if it gave any."""
         return (self.gate.references if self.gate else ()) or self.record.references
 
