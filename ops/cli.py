@@ -18,6 +18,7 @@ from redraft.ops.commands import (
     data,
     doctor,
     drafters,
+    drift,
     feedback,
     lifecycle,
     models,
@@ -54,6 +55,7 @@ app.command(rich_help_panel=LOOK)(speculation.speculation)
 app.command(rich_help_panel=LOOK)(doctor.doctor)
 app.add_typer(config.app, name="config", rich_help_panel=LOOK)
 app.command(rich_help_panel=LOOK)(bench.bench)
+app.command(rich_help_panel=LOOK)(drift.drift)
 app.add_typer(feedback.app, name="feedback", rich_help_panel=LOOK)
 app.add_typer(drafters.app, name="drafters", rich_help_panel=LEARN)
 app.add_typer(data.app, name="data", rich_help_panel=LEARN)

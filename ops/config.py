@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from redraft.engine.config import EngineConfig
 from redraft.feedback.config import FeedbackConfig
+from redraft.feedback.drift.config import DriftConfig
 from redraft.gateway.config import GatewayConfig
 from redraft.ops.errors import UsageError
 from redraft.retrain.loop_config import RetrainConfig
@@ -44,6 +45,7 @@ class RedraftConfig(BaseModel):
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="The HTTP surface.")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="The embedded engine.")
     feedback: FeedbackConfig = Field(default_factory=FeedbackConfig, description="What is kept of the answers.")
+    drift: DriftConfig = Field(default_factory=DriftConfig, description="When a change of accept length is a signal.")
     retrain: RetrainConfig = Field(default_factory=RetrainConfig, description="The loop that retrains drafters.")
 
 

@@ -383,6 +383,7 @@ class DriftMonitor:
             new=isinstance(of, _Cell) and of.new,
             learnt=len(of.learning if isinstance(of, _Cell) else of.recent),
             to_learn=of.to_learn if isinstance(of, _Cell) else self._config.learning_sessions,
+            sessions=chart.sessions,
             accept_length=AcceptLength(sum(c.committed for c in cells), sum(c.verify_steps for c in cells)),
             explored_steps=sum(c.explored_steps for c in cells),
             reference=reference,

@@ -42,10 +42,10 @@ class DriftSignal(Struct, frozen=True, kw_only=True, tag="drift"):
 class StratumStatus(Struct, frozen=True, kw_only=True):
     """A chart as people and metrics see it; ``stratum`` None is the one over all strata.
 
-    ``learnt`` of ``to_learn`` sessions are in a reference being learnt. ``statistic`` is the height of the side that
-    is nearer to its ``threshold``. ``estimate`` is over the latest sessions, or those since the last ``signal``.
-    ``new`` says that the stratum was first seen after others were watched already. ``accept_length`` counts every
-    verify step, ``explored_steps`` those that drift is judged by.
+    ``learnt`` of ``to_learn`` sessions are in a reference being learnt, ``sessions`` were compared with it.
+    ``statistic`` is the height of the side that is nearer to its ``threshold``. ``estimate`` is over the latest
+    sessions, or those since the last ``signal``. ``new`` says that the stratum was first seen after others were watched
+    already. ``accept_length`` counts every verify step, ``explored_steps`` those that drift is judged by.
     """
 
     stratum: Stratum | None
@@ -54,6 +54,7 @@ class StratumStatus(Struct, frozen=True, kw_only=True):
     new: bool
     learnt: int
     to_learn: int
+    sessions: int
     accept_length: AcceptLength
     explored_steps: int
     reference: Reference | None
