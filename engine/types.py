@@ -239,7 +239,7 @@ class Capabilities(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Health(Struct, frozen=True, kw_only=True, tag=True):
-    """An engine's present state; ``detail`` says in words what is wrong when it is not ready."""
+    """An engine's present state; ``detail`` says in words what is wrong, ready or not."""
 
     ready: bool
     detail: str = ""

@@ -44,9 +44,12 @@ class DraftSequence:
 class Drafter(Protocol):
     """Proposes tokens for all running sequences at once.
 
-    ``feature_layers`` are the target's layers (0-based) whose outputs `materialise` takes; ``kv`` is the drafter's own
-    storage [layers, slots, heads, head_dim], slot by slot beside the target's arena, or None.
+    ``feature_layers`` are the target's layers (0-based), ascending, whose outputs `materialise` takes; ``kv`` is its
+    draft K/V [layers, slots, heads, head_dim], slot by slot beside the target's arena. Whoever serves it sets that, and
+    None to free it; a drafter without draft K/V has none to set.
     """
+
+    kv: Tensor | None
 
     @property
     def version(self) -> DrafterVersion: ...
@@ -54,8 +57,9 @@ class Drafter(Protocol):
     @property
     def feature_layers(self) -> tuple[int, ...]: ...
 
-    @property
-    def kv(self) -> Tensor | None: ...
+    def new_kv(self, slots: int) -> Tensor | None:
+        """Empty draft K/V for an arena of ``slots``, backed by memory only where written; None if it needs none."""
+        ...
 
     def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """Write the draft K/V of target rows: features [rows, layers * hidden], positions and slots [rows] int64."""

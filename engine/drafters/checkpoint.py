@@ -11,7 +11,7 @@ from torch import Tensor
 
 from redraft.engine.checkpoints.checkpoint import open_tensors
 from redraft.engine.checkpoints.errors import CheckpointError
-from redraft.engine.checkpoints.safetensors_file import DTYPE_BYTES
+from redraft.engine.checkpoints.safetensors_file import DTYPE_BYTES, TensorEntry
 
 SHARD_BYTES = 15 << 20
 """Largest file of weights."""
@@ -21,8 +21,8 @@ class DrafterError(CheckpointError):
     """A drafter checkpoint that is damaged, unsupported, or made for another target."""
 
 
-def read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors of a folder, which must be exactly those of ``shapes``; raises `DrafterError`."""
+def check_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorEntry]:
+    """Where a folder's tensors are, which must be exactly those of ``shapes``; raises `DrafterError`."""
     entries = open_tensors(folder)
     for name, shape in shapes.items():
         if name not in entries:
@@ -40,10 +40,19 @@ def read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[st
     unexpected = sorted(entries.keys() - shapes.keys())
     if unexpected:
         raise DrafterError(f"{entries[unexpected[0]].file}: tensor {unexpected[0]} is not part of such a drafter.")
+    return entries
+
+
+def read_tensors(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The tensors of a folder, which must be exactly those of ``shapes``; raises `DrafterError`."""
+    entries = check_tensors(folder, shapes)
     tensors = {}
     for file in sorted({entry.file for entry in entries.values()}):
         with safe_open(file, framework="pt") as handle:
             tensors.update({name: handle.get_tensor(name) for name, entry in entries.items() if entry.file == file})
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise DrafterError(f"{entries[name].file}: tensor {name} has values that are not finite.")
     return tensors
 
 

@@ -91,7 +91,11 @@ class DFlashDrafter:
             )
             for layer in layers
         ]
-        self.kv = new_kv(config.layers, slots, 2 * config.kv_heads, config.head_dim, target.dtype, target.device)
+        self.kv: Tensor | None = self.new_kv(slots)
+
+    def new_kv(self, slots: int) -> Tensor:
+        config, target = self._config, self._target
+        return new_kv(config.layers, slots, 2 * config.kv_heads, config.head_dim, target.dtype, target.device)
 
     @torch.inference_mode()
     def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
@@ -102,6 +106,7 @@ class DFlashDrafter:
         cos, sin = (table[:, None, config.heads : -config.kv_heads] for table in self._rope_tables(positions))
         k = F.rms_norm(k, (config.head_dim,), None, config.rms_eps) * self._k_norms
         k = torch.addcmul(k * cos, k.roll(config.head_dim // 2, -1), sin)
+        assert self.kv is not None
         self.kv.index_copy_(1, slots, torch.cat((k, v), dim=2).transpose(0, 1))
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:
@@ -173,6 +178,7 @@ class DFlashDrafter:
         tiles = plan_block_attention(segments, windows)
         cos, sin = self._rope_tables(positions)
         x = self._target.embedding[tokens]
+        assert self.kv is not None
         for layer, layer_kv in zip(self._layers, self.kv, strict=True):
             qkv = layer.qkv(self._rms_norm(x, layer.input_norm)).view(-1, heads, config.head_dim)
             q, k, v = torch.split(qkv, [config.heads, config.kv_heads, config.kv_heads], dim=1)

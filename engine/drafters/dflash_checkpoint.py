@@ -18,7 +18,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from redraft.engine.checkpoints.checkpoint import ModelConfig, read_json
-from redraft.engine.drafters.checkpoint import DrafterError, read_tensors, write_tensors
+from redraft.engine.drafters.checkpoint import DrafterError, check_tensors, read_tensors, write_tensors
 
 ARCHITECTURE = "DFlashDraftModel"
 
@@ -236,6 +236,13 @@ def check_fits(
             f"{where}: trained for the target {config.target[:12]}, this one is {identity[:12]}: weights, tokenizer or "
             "chat template differ. Serve that target, or use drafter: ngram."
         )
+
+
+def check(folder: Path, target: ModelConfig, identity: str, context_length: int | None = None) -> None:
+    """Raises `DrafterError` for what configuration and the headers of the weights tell without reading these."""
+    config = load_config(folder)
+    check_fits(config, target, identity, folder, context_length)
+    check_tensors(folder, expected_shapes(config))
 
 
 def load(folder: Path) -> tuple[DFlashConfig, dict[str, Tensor]]:

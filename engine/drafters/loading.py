@@ -30,15 +30,39 @@ def load_drafter(
     """
     if name == "none":
         return None
-    if name == "ngram":
-        return NgramDrafter()
-    folder = bundled(identity) if name == BUNDLED else local_folder(name)
-    if folder is None and name == BUNDLED:
-        logger.warning("no drafter is bundled for target %s; n-gram serves until one is trained", identity[:12])
-        return NgramDrafter()
+    folder = find(name, identity)
     if folder is None:
-        raise DrafterError(f"engine.drafter {name!r} is neither none, ngram, {BUNDLED} nor a folder.")
+        if name == BUNDLED:
+            logger.warning("no drafter is bundled for target %s; n-gram serves until one is trained", identity[:12])
+        return NgramDrafter()
     return DFlashDrafter(folder, DrafterVersion("dflash", content_id(folder)), target, identity, slots, context_length)
+
+
+def load_version(
+    version: DrafterVersion, folder: Path, target: Target, identity: str, slots: int, context_length: int | None = None
+) -> Drafter:
+    """The drafter of that version, which must be what ``folder`` holds; raises `DrafterError`."""
+    if version == NgramDrafter.version:
+        return NgramDrafter()
+    if version.kind != "dflash":
+        raise DrafterError(f"drafter {version.id} is of kind {version.kind}; this engine serves dflash and ngram.")
+    found = content_id(folder)
+    if found != version.id:
+        raise DrafterError(f"{folder} holds drafter {found}, not {version.id}; it was changed, or is another's folder.")
+    return DFlashDrafter(folder, version, target, identity, slots, context_length)
+
+
+def find(name: str, identity: str) -> Path | None:
+    """The checkpoint folder that ``engine.drafter`` names; None where it needs none or none is bundled.
+
+    Raises `DrafterError` for a name that means nothing.
+    """
+    if name in ("none", "ngram"):
+        return None
+    folder = bundled(identity) if name == BUNDLED else local_folder(name)
+    if folder is None and name != BUNDLED:
+        raise DrafterError(f"engine.drafter {name!r} is neither none, ngram, {BUNDLED} nor a folder.")
+    return folder
 
 
 def bundled(identity: str) -> Path | None:

@@ -25,6 +25,9 @@ class NgramDrafter:
     feature_layers: tuple[int, ...] = ()
     kv: Tensor | None = None
 
+    def new_kv(self, slots: int) -> Tensor | None:
+        return None
+
     def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         """It reads tokens only."""
 

@@ -8,7 +8,7 @@ The arena is the byte budget; nothing is allocated outside it.
 from __future__ import annotations
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -86,7 +86,7 @@ class Arena:
 class CachedSequence:
     """K/V of ``tokens`` in slots [start, start + capacity); position i is slot ``start + i``.
 
-    Draft K/V stands beside it from position ``draft_start`` on, written by the version ``drafter``.
+    Draft K/V stands beside it from position ``draft_start`` on, written by the version ``drafter`` if any.
     """
 
     namespace: str
@@ -107,11 +107,13 @@ class CachedSequence:
 class PrefixCache:
     """Finds, hands out, extends and evicts sequences of the arena ``kv`` [layers, slots, heads, head_dim].
 
-    ``draft_kv`` is a drafter's storage of as many slots, whose contents move along.
+    ``draft_kv`` has a store of as many slots for each drafter version in use; what a sequence's version wrote there
+    moves along with it.
     """
 
-    def __init__(self, kv: Tensor, draft_kv: Tensor | None = None) -> None:
-        self._stores = [kv] if draft_kv is None else [kv, draft_kv]
+    def __init__(self, kv: Tensor) -> None:
+        self._kv = kv
+        self.draft_kv: dict[DrafterVersion, Tensor] = {}
         self._arena = Arena(kv.shape[1])
         self._idle: dict[int, CachedSequence] = {}
         self._index: dict[tuple[str, int], list[CachedSequence]] = {}
@@ -153,7 +155,7 @@ class PrefixCache:
             sequence = CachedSequence(
                 namespace, start, capacity, drafter=source.drafter, draft_start=min(source.draft_start, hit)
             )
-            self._copy(source.start, start, hit)
+            self._copy(source, start, hit)
             self.extend(sequence, prompt[:hit])
             return sequence
         if not idle:
@@ -182,6 +184,17 @@ class PrefixCache:
         sequence.used = next(self._clock)
         self._idle[sequence.used] = sequence
 
+    def drop_draft_kv(self, version: DrafterVersion) -> None:
+        """Forget the draft K/V of a version that no running sequence has."""
+        del self.draft_kv[version]
+        for sequence in self._idle.values():
+            if sequence.drafter == version:
+                sequence.drafter = None
+
+    def idle(self) -> Iterator[CachedSequence]:
+        """Sequences that nobody runs, latest used first."""
+        return reversed(self._idle.values())
+
     def _longest_prefix(self, namespace: str, prompt: Sequence[int]) -> tuple[CachedSequence | None, int]:
         candidates: list[CachedSequence] = []
         value = 0
@@ -208,7 +221,7 @@ class PrefixCache:
             start = self._allocate(capacity)
             if start is None:
                 return False
-            self._copy(sequence.start, start, sequence.length)
+            self._copy(sequence, start, sequence.length)
             self._arena.free(sequence.start, sequence.capacity)
             sequence.start = start
         sequence.capacity = max(capacity, sequence.capacity)
@@ -232,9 +245,10 @@ class PrefixCache:
         if not holders:
             del self._index[key]
 
-    def _copy(self, source: int, target: int, length: int) -> None:
-        for store in self._stores:
-            store[:, target : target + length] = store[:, source : source + length]
+    def _copy(self, source: CachedSequence, start: int, length: int) -> None:
+        draft_kv = self.draft_kv.get(source.drafter) if source.drafter else None
+        for store in (self._kv,) if draft_kv is None else (self._kv, draft_kv):
+            store[:, start : start + length] = store[:, source.start : source.start + length]
 
 
 def _chain(previous: int, block: Sequence[int]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from redraft.engine.embedded import wire
+from redraft.engine.policy.cost import CostTable
 from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
 from redraft.engine.types import (
     Capabilities,
@@ -34,7 +35,7 @@ class EmbeddedEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._streams: dict[str, asyncio.Queue[Commit | EngineError]] = {}
-        self._calls: dict[int, asyncio.Future[Capabilities | Health | None]] = {}
+        self._calls: dict[int, asyncio.Future[Capabilities | Health | CostTable | None]] = {}
         self._call_ids = count()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Commit]:
@@ -83,15 +84,20 @@ class EmbeddedEngine:
         assert isinstance(result, Health)
         return result
 
+    async def costs(self) -> CostTable:
+        result = await self._call(wire.GetCosts)
+        assert isinstance(result, CostTable)
+        return result
+
     async def close(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reading
 
-    async def _call(self, message: Callable[[int], wire.ToEngine]) -> Capabilities | Health | None:
+    async def _call(self, message: Callable[[int], wire.ToEngine]) -> Capabilities | Health | CostTable | None:
         call = next(self._call_ids)
-        future: asyncio.Future[Capabilities | Health | None] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Capabilities | Health | CostTable | None] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
             await self._send(message(call))

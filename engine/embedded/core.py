@@ -7,26 +7,30 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from time import perf_counter
 
+import msgspec
 import torch
 from torch import Tensor
 
 from redraft.engine.chat.grammar import GrammarCompiler, Matcher
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.drafters.base import Drafter, DraftSequence, Proposal
+from redraft.engine.drafters.loading import load_version
 from redraft.engine.drafters.lookup import SuffixIndex
-from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.attention import Segment, arena_slots
 from redraft.engine.embedded.cache import CachedSequence, PrefixCache, pages
 from redraft.engine.embedded.model import Target
-from redraft.engine.embedded.sampler import TokenChooser, token_logprob
+from redraft.engine.embedded.sampler import TokenChooser, entropy, token_logprob
 from redraft.engine.embedded.stopping import StopChecker
+from redraft.engine.embedded.versions import DrafterVersions
 from redraft.engine.policy.base import BlockLengthPolicy
 from redraft.engine.protocol import EngineOverloaded, RequestRefused
 from redraft.engine.types import (
     MAX_CHOICES,
     Commit,
+    DrafterPointer,
     DrafterVersion,
     FinishReason,
     GenerationRequest,
@@ -69,13 +73,17 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One choice of a request that holds K/V; ``tokens`` are prompt and committed answer."""
+    """One choice of a request that holds K/V; ``tokens`` are prompt and committed answer.
+
+    It ends with the ``drafter`` that it began with.
+    """
 
     request: GenerationRequest
     choice: int
     seed: int
     matcher: Matcher | None
     kv: CachedSequence
+    drafter: Drafter | None
     cached_tokens: int
     tokens: list[int]
     chooser: TokenChooser
@@ -91,13 +99,14 @@ class Running:
 class Rows:
     """A sequence's rows in a pass: a prompt chunk, or its last committed token with drafted tokens behind it.
 
-    ``drafter`` is who was asked for them, None where speculation is off.
+    ``drafter`` is who was asked for them, None where speculation is off; ``explored`` is the policy's.
     """
 
     sequence: Running
     tokens: Sequence[int]
     proposal: Proposal = NO_PROPOSAL
     drafter: DrafterVersion | None = None
+    explored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +137,18 @@ class EngineCore:
         max_running: int,
         max_waiting: int,
     ) -> None:
-        self._target = target
+        self.target = target
         self._kv = cache_tensor
-        self.cache = PrefixCache(cache_tensor, drafter.kv if drafter else None)
+        self.cache = PrefixCache(cache_tensor)
         self._identity = identity
         self._tokenizer = tokenizer
         self._grammars = grammars
         self._eos_ids = frozenset(target.config.eos_ids)
         self._context_length = context_length
-        self.drafter = drafter
-        self._floor = NgramDrafter()
+        self.versions = DrafterVersions(drafter, self.cache, slots=cache_tensor.shape[1], identity=identity)
         self.policy = policy
         self.block_size = block_size
-        self._max_running = max_running
+        self.max_running = max_running
         self._max_waiting = max_waiting
         self._switched_off: set[SpeculationScope] = set()
         self.running: list[Running] = []
@@ -159,7 +167,12 @@ class EngineCore:
 
     @property
     def kv_bytes_per_slot(self) -> int:
-        return self._target.kv_bytes_per_token
+        return self.target.kv_bytes_per_token
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """Who drafts for new sequences."""
+        return self.versions.serving
 
     @property
     def speculating(self) -> bool:
@@ -171,7 +184,7 @@ class EngineCore:
         if request.request_id in self.request_ids:
             raise RequestRefused(f"request id {request.request_id} is already in use", "request_id")
         queued = sum(waiting.choice == 0 for waiting in self.waiting)
-        if queued >= self._max_waiting + max(0, self._max_running - len(self.running)):
+        if queued >= self._max_waiting + max(0, self.max_running - len(self.running)):
             raise EngineOverloaded(f"{len(self.running)} answers are running and {queued} requests waiting; try again")
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(63)
         self.waiting.append(Waiting(request, 0, seed, self._matcher(request)))
@@ -195,6 +208,43 @@ class EngineCore:
         else:
             self._switched_off.add(scope)
 
+    def load_drafter(self, version: DrafterVersion, folder: Path) -> Drafter:
+        """A drafter that could be added to ``versions``; raises `DrafterError`. On any thread."""
+        return load_version(version, folder, self.target, self._identity, self._kv.shape[1], self._context_length)
+
+    def activate(self, pointer: DrafterPointer) -> None:
+        """Serve new sequences as the pointer says; raises `RequestRefused` with what to do instead."""
+        self.versions.activate(pointer)
+        self._retire_drafters()
+
+    def rematerialise(self) -> bool:
+        """Grow the draft K/V of the latest idle prefix that lacks some backwards by a chunk; False if none lacks any.
+
+        For when there is nothing to run. The target's K/V stays as it is, bit by bit.
+        """
+        drafter = self.drafter
+        if drafter is None or drafter.kv is None:
+            return False
+        for sequence in self.cache.idle():
+            self._claim_draft_kv(sequence, drafter)
+            if sequence.draft_start > 0:
+                break
+        else:
+            return False
+        end = sequence.draft_start
+        start = max(0, end - PREFILL_ROWS)
+        segments = [Segment(0, end - start, sequence.start, start)]
+        at = torch.arange(start, end, device=self.target.device)
+        tokens = torch.tensor(sequence.tokens[start:end], device=self.target.device)
+        kv = self._kv[:, sequence.start + start : sequence.start + end]
+        kept = None if self.target.invariant else kv.clone()
+        _, features = self.target.forward(tokens, at, segments, self._kv, drafter.feature_layers)
+        if kept is not None:
+            kv.copy_(kept)
+        drafter.materialise(features, at, arena_slots(at, segments))
+        sequence.draft_start = start
+        return True
+
     def step(self) -> list[Commit]:
         """Admit what fits, run one pass, and return what it committed."""
         self._admit()
@@ -214,18 +264,22 @@ class EngineCore:
             verify_ms=(verified - drafted - materialise_seconds) * 1e3,
         )
         commits: list[Commit] = []
+        committed_rows: list[int] = []
         first = 0
         for rows in batch:
             end = first + self._logit_rows(rows)
             if rows.sequence in self.running:
                 try:
-                    commits.extend(self._advance(rows, logits[first:end], arg_max[first:end], shared))
+                    for commit in self._advance(rows, logits[first:end], arg_max[first:end], shared):
+                        commits.append(commit)
+                        if commit.verify_step is not None:
+                            committed_rows.extend(range(first, first + len(commit.token_ids)))
                 except Exception:
                     request_id = rows.sequence.request.request_id
                     logger.exception("request %s is aborted", request_id)
                     commits.extend(self.abort(request_id))
             first = end
-        return commits
+        return _with_entropy(commits, logits, committed_rows)
 
     def _check(self, request: GenerationRequest) -> None:
         prompt, answer = len(request.prompt_ids), request.stopping.max_tokens
@@ -233,7 +287,7 @@ class EngineCore:
             raise RequestRefused("the prompt is empty", "prompt")
         if answer < 1:
             raise RequestRefused(f"max_tokens is {answer}; it must be at least 1", "max_tokens")
-        vocab = self._target.config.vocab
+        vocab = self.target.config.vocab
         if not all(0 <= token < vocab for token in request.prompt_ids):
             raise RequestRefused(f"the prompt has token ids outside 0 to {vocab - 1}", "prompt")
         if prompt + answer > self._context_length:
@@ -268,14 +322,15 @@ class EngineCore:
             raise RequestRefused(f"the grammar of the answer is wrong: {error}") from error
 
     def _admit(self) -> None:
-        while self.waiting and len(self.running) < self._max_running:
+        while self.waiting and len(self.running) < self.max_running:
             waiting = self.waiting[0]
             request = waiting.request
             capacity = len(request.prompt_ids) + request.stopping.max_tokens
             kv = self.cache.acquire(request.principal.tenant, request.prompt_ids, capacity)
             if kv is None:
                 return
-            self._claim_draft_kv(kv)
+            if self.drafter is not None:
+                self._claim_draft_kv(kv, self.drafter)
             self.waiting.popleft()
             if 0 < waiting.choice < request.n - 1:
                 self.waiting.append(replace(waiting, choice=waiting.choice + 1))
@@ -293,6 +348,7 @@ class EngineCore:
                     seed=waiting.seed,
                     matcher=waiting.matcher,
                     kv=kv,
+                    drafter=self.drafter,
                     cached_tokens=kv.length,
                     tokens=list(request.prompt_ids),
                     chooser=chooser,
@@ -300,10 +356,10 @@ class EngineCore:
                 )
             )
 
-    def _claim_draft_kv(self, kv: CachedSequence) -> None:
+    def _claim_draft_kv(self, kv: CachedSequence, drafter: Drafter) -> None:
         """Draft K/V of another version is of no use: the window grows from here."""
-        if self.drafter is not None and kv.drafter != self.drafter.version:
-            kv.drafter = self.drafter.version
+        if kv.drafter != drafter.version:
+            kv.drafter = drafter.version
             kv.draft_start = kv.length
 
     def _decoding_rows(self) -> list[Rows]:
@@ -317,18 +373,19 @@ class EngineCore:
                 proposals[index] = proposal
         lengths = self.policy.block_lengths(proposals)
         batch = []
-        for sequence, drafter, proposal, length in zip(decoding, asked, proposals, lengths, strict=True):
+        for sequence, drafter, proposal, (length, explored) in zip(decoding, asked, proposals, lengths, strict=True):
             tokens = proposal.tokens[:length]
             tokens = tokens[: sequence.chooser.allowed(tokens)]
             version = drafter.version if drafter else None
-            batch.append(Rows(sequence, (sequence.tokens[-1], *tokens), proposal, version))
+            batch.append(Rows(sequence, (sequence.tokens[-1], *tokens), proposal, version, explored))
         return batch
 
     def _drafter_of(self, sequence: Running) -> Drafter | None:
-        if not self._speculates(sequence.request):
+        if sequence.drafter is None or not self._speculates(sequence.request):
             return None
         window = sequence.kv.length - sequence.kv.draft_start
-        return self._floor if sequence.kv.draft_start > 0 and window < MIN_DRAFT_WINDOW else self.drafter
+        late = sequence.kv.draft_start > 0 and window < MIN_DRAFT_WINDOW
+        return self.versions.floor if late else sequence.drafter
 
     def _draft_sequence(self, sequence: Running) -> DraftSequence:
         return DraftSequence(
@@ -349,7 +406,7 @@ class EngineCore:
             SpeculationScope("tenant", request.principal.tenant),
             SpeculationScope("request", request.request_id),
         )
-        return self.drafter is not None and request.speculation and self._switched_off.isdisjoint(scopes)
+        return request.speculation and self._switched_off.isdisjoint(scopes)
 
     def _prompt_rows(self) -> Iterable[Rows]:
         budget = float(PREFILL_ROWS)
@@ -375,13 +432,18 @@ class EngineCore:
             segments.append(Segment(len(tokens), len(rows.tokens), kv.start, kv.length))
             positions.extend(range(kv.length, kv.length + len(rows.tokens)))
             tokens.extend(rows.tokens)
-        device = self._target.device
+        device = self.target.device
         at = torch.tensor(positions, device=device)
-        layers = self.drafter.feature_layers if self.drafter else ()
-        hidden, features = self._target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
+        drafters = dict.fromkeys(each for rows in batch if (each := rows.sequence.drafter) and each.feature_layers)
+        layers = sorted({layer for drafter in drafters for layer in drafter.feature_layers})
+        hidden, features = self.target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
         started = perf_counter()
-        if self.drafter is not None:
-            self.drafter.materialise(features, at, arena_slots(at, segments))
+        slots = arena_slots(at, segments) if drafters else at
+        for drafter in drafters:
+            own = [segment for segment, rows in zip(segments, batch, strict=True) if rows.sequence.drafter is drafter]
+            index = _rows(own, device) if len(own) < len(batch) else slice(None)
+            mine = _columns(features[index], layers, drafter.feature_layers)
+            drafter.materialise(mine, at[index], slots[index])
         return hidden, perf_counter() - started
 
     def _logits(self, batch: Sequence[Rows], hidden: Tensor) -> Tensor:
@@ -391,10 +453,10 @@ class EngineCore:
             end += len(rows.tokens)
             wanted.extend(range(end - self._logit_rows(rows), end))
         if not wanted:
-            return hidden.new_empty(0, self._target.config.vocab)
+            return hidden.new_empty(0, self.target.config.vocab)
         if len(wanted) < hidden.shape[0]:
             hidden = hidden[torch.tensor(wanted, device=hidden.device)]
-        return self._target.logits(hidden)
+        return self.target.logits(hidden)
 
     def _logit_rows(self, rows: Rows) -> int:
         sequence = rows.sequence
@@ -445,7 +507,7 @@ class EngineCore:
             block_length=len(drafted),
             accepted=accepted,
             committed=tuple(committed),
-            explored=False,
+            explored=rows.explored,
             batch_size=shared.batch_size,
             total_rows=shared.rows,
             draft_ms=shared.draft_ms,
@@ -483,8 +545,40 @@ class EngineCore:
     def _finish(self, sequence: Running) -> None:
         self.running.remove(sequence)
         self.cache.release(sequence.kv)
+        self._retire_drafters()
         if sequence.request.request_id not in self.request_ids:
             self._switched_off.discard(SpeculationScope("request", sequence.request.request_id))
+
+    def _retire_drafters(self) -> None:
+        self.versions.retire({sequence.drafter.version for sequence in self.running if sequence.drafter})
+
+
+def _rows(segments: Sequence[Segment], device: torch.device) -> Tensor:
+    rows = [row for segment in segments for row in range(segment.row, segment.row + segment.rows)]
+    return torch.tensor(rows, device=device)
+
+
+def _columns(features: Tensor, layers: Sequence[int], wanted: Sequence[int]) -> Tensor:
+    """Features [rows, len(wanted) * hidden] of the ``wanted`` ones of ``layers``."""
+    if len(wanted) == len(layers):
+        return features
+    parts = features.chunk(len(layers), dim=-1)
+    return torch.cat([parts[layers.index(layer)] for layer in wanted], dim=-1)
+
+
+def _with_entropy(commits: list[Commit], logits: Tensor, rows: Sequence[int]) -> list[Commit]:
+    """The commits whose verify steps know the target's entropy; ``rows`` are those of their tokens, in order."""
+    if not rows:
+        return commits
+    values = iter(entropy(logits[torch.tensor(rows, device=logits.device)]).tolist())
+    told = []
+    for commit in commits:
+        if commit.verify_step is not None:
+            entropies = tuple(next(values) for _ in commit.token_ids)
+            step = msgspec.structs.replace(commit.verify_step, target_entropy=entropies)
+            commit = msgspec.structs.replace(commit, verify_step=step)
+        told.append(commit)
+    return told
 
 
 def _logprobs(request: GenerationRequest, tokens: tuple[int, ...], logits: Tensor) -> tuple[TokenLogprob, ...] | None:

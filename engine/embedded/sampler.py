@@ -95,6 +95,14 @@ def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob
     )
 
 
+def entropy(logits: Tensor) -> Tensor:
+    """Entropies [rows], nats, of the softmax of logits [rows, vocab]."""
+    below = logits.float() - logits.amax(-1, keepdim=True)
+    weights = below.exp()
+    total = weights.sum(-1)
+    return total.log() - (weights * below).sum(-1) / total
+
+
 def filtered(scores: Tensor, params: SamplingParams) -> Tensor:
     """Scores [vocab], float32, log p up to a constant: temperature, then top-k, top-p and min-p; excluded is -inf."""
     scores = scores / params.temperature

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -23,20 +23,23 @@ from redraft.engine.chat.grammar import GrammarCompiler
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints import resolve, served_name
 from redraft.engine.checkpoints.checkpoint import validate
+from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.config import EngineConfig
-from redraft.engine.drafters.loading import load_drafter
-from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.drafters.base import Drafter
+from redraft.engine.drafters.dflash_checkpoint import check
+from redraft.engine.drafters.loading import find, load_drafter, load_version
 from redraft.engine.embedded import wire
 from redraft.engine.embedded.cache import PAGE
 from redraft.engine.embedded.core import EngineCore
+from redraft.engine.embedded.costs import CostMeter
 from redraft.engine.embedded.linear import packed_supported
 from redraft.engine.embedded.model import Target
 from redraft.engine.embedded.selftest import rows_are_invariant
 from redraft.engine.embedded.threads import ThreadGovernor, usable_cores
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.protocol import EngineError, EngineOverloaded, EngineUnavailable, RequestRefused
-from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health, SpeculationScope
+from redraft.engine.types import Capabilities, Commit, DrafterVersion, GenerationRequest, Health
 
 logger = logging.getLogger(__name__)
 
@@ -70,13 +73,33 @@ class Closed:
     """A client went away."""
 
 
-Inbox = SimpleQueue[tuple[Connection, wire.ToEngine | Closed] | None]
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What became of a call to load a drafter: the drafter, or what is wrong with it."""
+
+    call: int
+    drafter: Drafter | str
 
 
-def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
+Inbox = SimpleQueue[tuple[Connection, wire.ToEngine | Closed | Loaded] | None]
+
+Registered = Callable[[str], tuple[DrafterVersion, Path] | None]
+"""The version and folder of the drafter that is to serve a target, by its identity; None if none is registered."""
+
+
+def nothing_registered(identity: str) -> None:
+    """No registry: ``engine.drafter`` says who drafts."""
+
+
+def build_core(config: EngineConfig, serving: Registered = nothing_registered) -> tuple[EngineCore, Capabilities]:
     """Load the target and everything around it; raises `EngineUnavailable` or `CheckpointError` in words."""
     folder = resolve(config.model)
     model = validate(folder)
+    context = min(config.context_length or model.context_length, model.context_length)
+    target_identity = identity(folder)
+    drafter_folder = find(config.drafter, target_identity)
+    if drafter_folder is not None:
+        check(drafter_folder, model, target_identity, context)
     device = _device(config)
     torch.set_num_threads(_threads(config))
     dtype = torch.bfloat16
@@ -92,17 +115,27 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
             )
         target = Target(folder, model, device=device, dtype=dtype, invariant=False)
         lossless = "tolerant"
-    context = min(config.context_length or model.context_length, model.context_length)
     slots = config.kv_bytes // target.kv_bytes_per_token // PAGE * PAGE
     if slots < PAGE:
         raise EngineUnavailable(
             f"engine.kv_bytes is {config.kv_bytes}, room for fewer than {PAGE} tokens; "
             f"one token takes {target.kv_bytes_per_token} bytes"
         )
-    target_identity = identity(folder)
     tokenizer = Tokenizer.from_folder(folder)
     grammars = _grammars(tokenizer, model.vocab)
-    drafter = load_drafter(config.drafter, target, target_identity, slots, context)
+    registered = _outcome(
+        lambda: (
+            None
+            if (found := serving(target_identity)) is None
+            else load_version(*found, target, target_identity, slots, context)
+        )
+    )
+    fault = ""
+    if isinstance(registered, str):
+        fault = f"the registered drafter cannot serve, so engine.drafter does: {registered}"
+        logger.error(fault)
+        registered = None
+    drafter = registered or load_drafter(config.drafter, target, target_identity, slots, context)
     core = EngineCore(
         target,
         target.new_kv(slots),
@@ -116,6 +149,7 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         max_running=config.max_running,
         max_waiting=config.max_waiting,
     )
+    core.versions.fault = fault
     capabilities = Capabilities(
         target=target_identity,
         model_name=served_name(config.model),
@@ -126,9 +160,9 @@ def build_core(config: EngineConfig) -> tuple[EngineCore, Capabilities]:
         parameters=PARAMETERS,
         constrained_decoding=grammars is not None,
         logprobs=True,
-        hot_swap=False,
+        hot_swap=True,
         telemetry=True,
-        draft_prob=drafter is not None and drafter.kv is not None,
+        draft_prob=True,
     )
     return core, capabilities
 
@@ -162,6 +196,12 @@ class EngineServer:
         self._socket = socket
         self._inbox: Inbox = SimpleQueue()
         self._owners: dict[str, Connection] = {}
+        self._costs = CostMeter(core)
+        while self._costs.advance():
+            threads.update()
+        self._table = self._costs.table
+        self._loading = threading.Lock()
+        self._behind = True
         self._health = self._measure()
         self._io = asyncio.new_event_loop()
 
@@ -174,27 +214,42 @@ class EngineServer:
         thread.start()
         while self._take_messages():
             self._threads.update()
-            commits = self._core.step()
-            self._health = self._measure()
-            self._send(commits)
-            self._forget_finished()
+            if self._busy:
+                self._step()
+            else:
+                self._catch_up()
         self._io.call_soon_threadsafe(self._io.stop)
         thread.join()
         self._socket.unlink(missing_ok=True)
 
+    @property
+    def _busy(self) -> bool:
+        return bool(self._core.running or self._core.waiting)
+
+    def _step(self) -> None:
+        commits = self._core.step()
+        self._behind = True
+        self._health = self._measure()
+        self._send(commits)
+        self._forget_finished()
+
+    def _catch_up(self) -> None:
+        """One piece of what waits until there is nothing to run."""
+        self._behind = self._costs.advance() or self._core.rematerialise()
+        self._table = self._costs.table
+
     def _take_messages(self) -> bool:
-        """Handle what has arrived, waiting while there is nothing to run; False to stop."""
+        """Handle what has arrived, waiting while there is nothing to do; False to stop."""
         while True:
-            busy = bool(self._core.running or self._core.waiting)
             try:
-                item = self._inbox.get(block=not busy)
+                item = self._inbox.get(block=not (self._busy or self._behind))
             except Empty:
                 return True
             if item is None:
                 return False
             self._handle(*item)
 
-    def _handle(self, connection: Connection, message: wire.ToEngine | Closed) -> None:
+    def _handle(self, connection: Connection, message: wire.ToEngine | Closed | Loaded) -> None:
         match message:
             case wire.Submit(request):
                 self._submit(connection, request)
@@ -203,23 +258,44 @@ class EngineServer:
             case Closed():
                 for request_id in connection.requests:
                     self._core.abort(request_id)
-            case wire.LoadDrafter(call, version, _):
-                self._post(connection, wire.Reply(call, error=_unknown_drafter(version)))
+            case wire.LoadDrafter(call, version) if version in self._core.versions.loaded:
+                self._post(connection, wire.Reply(call))
+            case wire.LoadDrafter():
+                threading.Thread(target=self._load, args=(connection, message), daemon=True).start()
+            case Loaded(call, drafter):
+                self._add(drafter)
+                self._post(connection, wire.Reply(call, error=drafter if isinstance(drafter, str) else None))
             case wire.Activate(call, pointer):
-                self._post(connection, wire.Reply(call, error=_unknown_drafter(pointer.serving)))
+                error = self._change(lambda: self._core.activate(pointer))
+                self._post(connection, wire.Reply(call, error=error))
             case wire.SetSpeculation(call, scope, on):
-                self._post(connection, wire.Reply(call, error=self._set_speculation(scope, on)))
+                error = self._change(lambda: self._core.set_speculation(scope, on))
+                self._post(connection, wire.Reply(call, error=error))
         self._forget_finished()
         self._health = self._measure()
 
-    def _set_speculation(self, scope: SpeculationScope, on: bool) -> str | None:
+    def _change(self, change: Callable[[], None]) -> str | None:
         """Why it was refused, if it was; else in force, and to be seen in the health."""
         try:
-            self._core.set_speculation(scope, on)
+            change()
         except RequestRefused as error:
             return str(error)
+        self._behind = True
         self._health = self._measure()
         return None
+
+    def _load(self, connection: Connection, message: wire.LoadDrafter) -> None:
+        """Load a drafter, one at a time, on a thread that takes one core at most and leaves it to whoever wants it."""
+        torch.set_num_threads(1)
+        with self._loading:
+            outcome = _outcome(lambda: self._core.load_drafter(message.version, Path(message.path)))
+        assert outcome is not None
+        self._inbox.put((connection, Loaded(message.call, outcome)))
+
+    def _add(self, drafter: Drafter | str) -> None:
+        if not isinstance(drafter, str):
+            self._core.versions.add(drafter)
+            self._behind = True
 
     def _send(self, commits: Iterable[Commit]) -> None:
         by_connection: dict[Connection, list[Commit]] = {}
@@ -252,6 +328,7 @@ class EngineServer:
         slot_bytes = core.kv_bytes_per_slot
         return Health(
             ready=True,
+            detail=core.versions.fault,
             running=len(core.running),
             waiting=len(core.waiting),
             kv_used_bytes=core.cache.used_slots * slot_bytes,
@@ -290,6 +367,8 @@ class EngineServer:
                         connection.send(wire.encode(wire.Reply(call, self._health)))
                     case wire.GetCapabilities(call):
                         connection.send(wire.encode(wire.Reply(call, self._capabilities)))
+                    case wire.GetCosts(call):
+                        connection.send(wire.encode(wire.Reply(call, self._table)))
                     case _:
                         self._inbox.put((connection, message))
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
@@ -301,13 +380,21 @@ class EngineServer:
                 await writer.wait_closed()
 
 
-def _unknown_drafter(version: DrafterVersion) -> str | None:
-    if version == NgramDrafter.version:
-        return None
-    return f"drafter {version.kind} {version.id} cannot be taken up by a running engine; set engine.drafter and restart"
+def _outcome(load: Callable[[], Drafter | None]) -> Drafter | str | None:
+    """What ``load`` gives, or in words why it gives nothing; what nobody foresaw is logged in full."""
+    try:
+        return load()
+    except CheckpointError as error:
+        return str(error)
+    except Exception as error:
+        logger.exception("a drafter could not be loaded")
+        return f"{type(error).__name__}: {error}"
 
 
-def main(config: EngineConfig, socket: Path) -> None:
-    """Load and serve; raises `EngineUnavailable` or `CheckpointError` with what is wrong and what to do."""
-    core, capabilities = build_core(config)
+def main(config: EngineConfig, socket: Path, serving: Registered = nothing_registered) -> None:
+    """Load and serve; raises `EngineUnavailable` or `CheckpointError` with what is wrong and what to do.
+
+    A registered drafter that cannot serve ends nothing: the log and the health say so, and ``engine.drafter`` serves.
+    """
+    core, capabilities = build_core(config, serving)
     EngineServer(core, capabilities, socket, ThreadGovernor(_threads(config))).run()

@@ -7,6 +7,7 @@ import asyncio
 import msgspec
 from msgspec import Struct
 
+from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import (
     Capabilities,
     Commit,
@@ -53,6 +54,10 @@ class GetHealth(Struct, frozen=True, tag=True):
     call: int
 
 
+class GetCosts(Struct, frozen=True, tag=True):
+    call: int
+
+
 class Commits(Struct, frozen=True, tag=True):
     """What one pass committed for this client's requests."""
 
@@ -72,11 +77,11 @@ class Reply(Struct, frozen=True, tag=True):
     """Answer to a call; ``error`` is set instead where it failed."""
 
     call: int
-    result: Capabilities | Health | None = None
+    result: Capabilities | Health | CostTable | None = None
     error: str | None = None
 
 
-ToEngine = Submit | Abort | LoadDrafter | Activate | SetSpeculation | GetCapabilities | GetHealth
+ToEngine = Submit | Abort | LoadDrafter | Activate | SetSpeculation | GetCapabilities | GetHealth | GetCosts
 FromEngine = Commits | Refused | Reply
 
 

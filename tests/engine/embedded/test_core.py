@@ -57,6 +57,9 @@ class ScriptedDrafter:
         self.wrong = wrong
         self.random = random.Random(seed)
 
+    def new_kv(self, slots: int) -> Tensor | None:
+        return None
+
     def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
         pass
 

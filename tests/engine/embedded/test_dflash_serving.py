@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from redraft.engine.checkpoints.identity import identity
-from redraft.engine.drafters.base import DraftSequence
+from redraft.engine.drafters.base import Drafter, DraftSequence
 from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import MIN_DRAFT_WINDOW, EngineCore
 from redraft.engine.embedded.model import Target
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.types import (
+    DrafterPointer,
     DrafterVersion,
     GenerationRequest,
     SamplingParams,
@@ -50,6 +51,11 @@ def ask(name: str, prompt: list[int], max_tokens: int = 24) -> GenerationRequest
         stopping=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         sampling=SamplingParams(temperature=0.0),
     )
+
+
+def swap(core: EngineCore, drafter: Drafter) -> None:
+    core.versions.add(drafter)
+    core.activate(DrafterPointer(target="tiny", serving=drafter.version))
 
 
 def steps(core: EngineCore, request: GenerationRequest) -> list[VerifyStep]:
@@ -97,7 +103,7 @@ def test_draft_kv_of_another_version_is_not_read(make_core: MakeCore, make_draft
     prompt = [(7 * index) % 250 for index in range(100)]
     core = make_core(make_drafter(), slots=SLOTS)
     run(core, [ask("first", prompt)])
-    core.drafter = make_drafter(seed=1, version=DrafterVersion("dflash", "newer"))
+    swap(core, make_drafter(seed=1, version=DrafterVersion("dflash", "newer")))
     core.submit(ask("second", [*prompt, 1, 2, 3], max_tokens=2 * MIN_DRAFT_WINDOW))
     asked = []
     while core.running or core.waiting:
