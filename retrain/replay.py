@@ -8,6 +8,7 @@ first token, so that one is not counted; the last, end token or not, is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from msgspec import Struct
@@ -19,7 +20,7 @@ from redraft.engine.types import AcceptLength
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.blocks import block_starts
 from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.features import FeatureCapture
+from redraft.retrain.features import Captured, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
 
 BLOCKS_PER_PASS = 128
@@ -57,38 +58,71 @@ class AcceptCounts(Struct, frozen=True):
 Proposals = Callable[[int], Sequence[int]]
 """The tokens drafted at a block start of one sample."""
 
+Capture = Callable[[Sequence[Sequence[int]]], list[Captured]]
 
-def walk(sample: Sample, proposals: Proposals, block_length: int) -> AcceptCounts:
-    """What verifying at most ``block_length`` drafted tokens a step would have committed of a sample's spans."""
+
+class ReplayStep(NamedTuple):
+    """One verify step of a walk: ``compared`` of its ``block_length`` drafted tokens are not past the answer's end."""
+
+    position: int
+    block_length: int
+    compared: int
+    accepted: int
+    committed: int
+
+
+def steps(sample: Sample, proposals: Proposals, block_length: int) -> Iterator[ReplayStep]:
+    """The verify steps of a sample's spans, each of at most ``block_length`` drafted tokens."""
     tokens = sample.token_ids
-    committed = steps = 0
-    reached, accepted = [0] * block_length, [0] * block_length
     for start, end in sample.spans:
         position = start
         while position < end - 1:
-            steps += 1
-            right = 0
-            for offset, token in enumerate(proposals(position)[:block_length]):
-                if position + offset + 1 == end:
-                    break
-                reached[offset] += 1
-                if token != tokens[position + offset + 1]:
-                    break
-                accepted[offset] += 1
-                right += 1
-            advance = min(right + 1, end - 1 - position)
-            committed += advance
-            position += advance
-    return AcceptCounts(committed, steps, tuple(reached), tuple(accepted))
+            drafted = proposals(position)[:block_length]
+            left = end - 1 - position
+            compared = min(len(drafted), left)
+            accepted = next((k for k in range(compared) if drafted[k] != tokens[position + k + 1]), compared)
+            committed = min(accepted + 1, left)
+            yield ReplayStep(position, len(drafted), compared, accepted, committed)
+            position += committed
+
+
+def count(walked: Iterable[ReplayStep], block_length: int) -> AcceptCounts:
+    """Sums over steps of at most ``block_length`` drafted tokens."""
+    committed = verify_steps = 0
+    reached, accepted = [0] * block_length, [0] * block_length
+    for step in walked:
+        committed += step.committed
+        verify_steps += 1
+        for k in range(min(step.accepted + 1, step.compared)):
+            reached[k] += 1
+        for k in range(step.accepted):
+            accepted[k] += 1
+    return AcceptCounts(committed, verify_steps, tuple(reached), tuple(accepted))
+
+
+def walk(sample: Sample, proposals: Proposals, block_length: int) -> AcceptCounts:
+    """What verifying at most ``block_length`` drafted tokens a step would have committed of a sample's spans."""
+    return count(steps(sample, proposals, block_length), block_length)
+
+
+class Drafting(Protocol):
+    """Drafts at every block start of a sample; ``longest`` bounds how many tokens."""
+
+    longest: int
+
+    def __call__(self, sample: Sample) -> Proposals: ...
 
 
 class DFlashReplay:
-    """Proposals of a trained model at every block start, whole blocks of its block size."""
+    """Proposals of a trained model at every block start, whole blocks of its block size.
 
-    def __init__(self, model: DFlashModel, target: FrozenTarget) -> None:
+    ``capture`` makes features of the model's feature layers; None makes them anew for every sample.
+    """
+
+    def __init__(self, model: DFlashModel, target: FrozenTarget, capture: Capture | None = None) -> None:
         self._model = model
         self._target = target
-        self._capture = FeatureCapture(target.target, model.config.feature_layers)
+        self._capture = capture or FeatureCapture(target.target, model.config.feature_layers)
         self.longest = model.config.block_size - 1
 
     @torch.inference_mode()

@@ -1,0 +1,186 @@
+"""Both drafters on the same recorded answers: what they would have committed, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from redraft.engine.drafters.base import DraftSequence
+from redraft.engine.drafters.dflash import DFlashDrafter
+from redraft.engine.drafters.dflash_checkpoint import load_config
+from redraft.engine.embedded.cache import pages
+from redraft.engine.policy.cost import CostTable
+from redraft.engine.types import DrafterVersion, is_looping
+from redraft.retrain.data.sample import Sample
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.features import Captured
+from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.replay import AcceptCounts, Capture, Drafting, ReplayStep, count, steps
+
+WARM_UPS = 5
+ROUNDS = 40
+FILL = 0.01
+"""What stands for features and draft K/V, so that they take memory as real ones do."""
+
+SAME_COST = 0.1
+"""Share within which the measured cost of two drafters of one shape is the same cost, measured with noise."""
+
+StepCost = Callable[[ReplayStep], float]
+"""Milliseconds of a request's part in a verify step."""
+
+
+class DraftCost(Struct, frozen=True, kw_only=True):
+    """Milliseconds of a draft in this process, medians over interleaved rounds; the floor's are None.
+
+    ``ratio`` is what the old drafter's measured cost is multiplied by to be the new one's.
+    """
+
+    old_ms: float | None
+    new_ms: float
+    ratio: float | None
+    same_shape: bool
+    rounds: int
+    context: int
+    sequences: int
+
+
+class Answer(Struct, frozen=True):
+    """A recorded answer, the sample's one span, under both drafters; milliseconds are of its passes and drafts."""
+
+    sample: Sample
+    looping: bool
+    old: AcceptCounts
+    new: AcceptCounts
+    old_ms: float
+    new_ms: float
+
+
+class PrefixCapture:
+    """Captures a sequence once for all its beginnings, as long as nobody asks for another in between."""
+
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+        self._tokens: tuple[int, ...] = ()
+        self._captured: Captured | None = None
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
+        return [self._beginning(tuple(sequence)) for sequence in sequences]
+
+    def _beginning(self, tokens: tuple[int, ...]) -> Captured:
+        if self._captured is None or self._tokens[: len(tokens)] != tokens:
+            (self._captured,) = self._capture([tokens])
+            self._tokens = tokens
+        return Captured(*(rows[: len(tokens)] for rows in self._captured))
+
+
+def replayed(
+    samples: Iterable[Sample],
+    old: Drafting,
+    new: Drafting,
+    block_length: int,
+    old_cost: StepCost,
+    new_cost: StepCost,
+) -> Iterator[Answer]:
+    """Replay every answer of samples, a session's longest sample first, whose features then serve for the others."""
+    for sample in sorted(samples, key=lambda sample: (sample.session, -len(sample.token_ids), sample.id)):
+        by_old, by_new = old(sample), new(sample)
+        for start, end in sample.spans:
+            answer = msgspec.structs.replace(sample, spans=((start, end),))
+            under_old = list(steps(answer, by_old, block_length))
+            under_new = list(steps(answer, by_new, block_length))
+            yield Answer(
+                answer,
+                sample.looping or is_looping(sample.token_ids[start:end]),
+                count(under_old, block_length),
+                count(under_new, block_length),
+                sum(map(old_cost, under_old)),
+                sum(map(new_cost, under_new)),
+            )
+
+
+def step_costs(costs: CostTable, old: DrafterVersion, drafts: DraftCost) -> tuple[StepCost, StepCost]:
+    """Cost of a step with the old and with the new drafter, at the load that drafts were measured at."""
+    sequences = drafts.sequences
+    grid = costs.draft.get(old.id)
+    if grid is None and drafts.ratio is not None:
+        raise TrainingError(
+            f"the engine has not measured what drafts of version {old.id} cost; serve it, and try again"
+        )
+
+    def verify(step: ReplayStep) -> float:
+        return costs.verify.at(sequences * (step.block_length + 1), step.position)
+
+    def draft(step: ReplayStep) -> float:
+        return grid.at(sequences, step.position) if grid else 0.0
+
+    def new_draft(step: ReplayStep) -> float:
+        return drafts.new_ms if drafts.ratio is None else drafts.ratio * draft(step)
+
+    return (
+        lambda step: (draft(step) + verify(step)) / sequences,
+        lambda step: (new_draft(step) + verify(step)) / sequences,
+    )
+
+
+def measure_drafts(
+    old: Path | None, new: Path, target: FrozenTarget, *, context: int, sequences: int, rounds: int = ROUNDS
+) -> DraftCost:
+    """Time both drafters in turn on the same inputs, through the engine's own drafter.
+
+    Two of one shape do the same arithmetic, so their ratio is 1 unless what was measured is far from it. ``old`` None
+    is the floor, which takes next to nothing: the new drafter's milliseconds then stand for themselves.
+    """
+    folders = [new] if old is None else [new, old]
+    configs = [load_config(folder) for folder in folders]
+    slots = pages(context + max(config.block_size for config in configs))
+    timed = [_draft(folder, target, context, sequences, slots) for folder in folders]
+    times: list[list[float]] = [[] for _ in folders]
+    for round_ in range(WARM_UPS + rounds):
+        for which in range(len(timed))[:: 1 if round_ % 2 else -1]:
+            started = perf_counter()
+            timed[which]()
+            if round_ >= WARM_UPS:
+                times[which].append((perf_counter() - started) * 1e3)
+    new_ms, old_ms = median(times[0]), median(times[-1])
+    same_shape = old is not None and configs[0] == configs[-1]
+    ratio = new_ms / old_ms
+    if same_shape and abs(ratio - 1) < SAME_COST:
+        ratio = 1.0
+    return DraftCost(
+        old_ms=None if old is None else old_ms,
+        new_ms=new_ms,
+        ratio=None if old is None else ratio,
+        same_shape=same_shape,
+        rounds=rounds,
+        context=context,
+        sequences=sequences,
+    )
+
+
+def _draft(folder: Path, target: FrozenTarget, context: int, sequences: int, slots: int) -> Callable[[], None]:
+    """What a pass costs in drafts: a block for each sequence, and the draft K/V of as many rows."""
+    version = DrafterVersion("dflash", folder.name)
+    drafter = DFlashDrafter(folder, version, target.target, target.identity, sequences * slots)
+    assert drafter.kv is not None
+    drafter.kv.fill_(FILL)
+    rows, device = drafter.block_size, target.target.device
+    starts = [index * slots for index in range(sequences)]
+    drafting = [
+        DraftSequence(tokens=[0] * context, length=rows - 1, slot=start, room=slots - context + 1) for start in starts
+    ]
+    width = len(drafter.feature_layers) * target.target.config.hidden
+    features = torch.full((sequences * rows, width), FILL, dtype=target.target.dtype, device=device)
+    positions = torch.arange(context - rows, context, device=device).clamp(min=0).repeat(sequences)
+    materialised = torch.tensor(starts, device=device).repeat_interleave(rows) + positions
+
+    def draft() -> None:
+        drafter.materialise(features, positions, materialised)
+        drafter.propose(drafting)
+
+    return draft
