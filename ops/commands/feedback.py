@@ -17,6 +17,8 @@ from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.feedback import feedback_folder, open_contexts, open_log
 
 READ_AT_ONCE = 1000
+WIDTH = 160
+"""Columns of the table of events, wherever it is printed: a session's name is of use only whole."""
 
 app = typer.Typer(help="What is kept of the answers served.", no_args_is_help=True)
 
@@ -76,9 +78,10 @@ def show(
 ) -> None:
     """List the last events."""
     table = Table("time", "event", "tenant", "agent", "session", "drafter", "tokens", "accept length", box=None)
+    table.pad_edge = False
     for event in open_log(load(config)[0].config).tail(lines):
         table.add_row(*_row(event))
-    Console(highlight=False, soft_wrap=True).print(table)
+    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
 
 
 @app.command()
