@@ -20,13 +20,13 @@ from rich.table import Table
 
 from redraft.engine.checkpoints import identity, resolve
 from redraft.engine.embedded.client import EmbeddedEngine
-from redraft.engine.types import AcceptLength, DrafterPointer
+from redraft.engine.types import AcceptLength, DrafterPointer, DrafterVersion
 from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.config import RedraftConfig, load_config
-from redraft.ops.errors import UsageError
+from redraft.ops.errors import CliError, UsageError
 from redraft.retrain.registry.errors import UnknownVersion
 from redraft.retrain.registry.pointers import FilePointerStore
-from redraft.retrain.registry.record import Entered, State
+from redraft.retrain.registry.record import Entered, State, VersionRecord
 from redraft.retrain.registry.registry import Registry, open_registry
 
 if TYPE_CHECKING:
@@ -143,6 +143,25 @@ def diff(first: Version, second: Version, config: ConfigPath = None, as_json: As
 
 
 @app.command()
+def add(
+    folder: Annotated[Path, typer.Argument(help="A drafter checkpoint made elsewhere; it is copied.")],
+    why: Why = "by hand",
+    config: ConfigPath = None,
+) -> None:
+    """Add a checkpoint as a candidate, and print its version. It serves once a gate or a person accepts it."""
+    from redraft.engine.drafters.dflash_checkpoint import load as load_checkpoint
+    from redraft.engine.drafters.loading import content_id
+
+    registry = _shelf(config).registry
+    made_for = load_checkpoint(folder)[0].target
+    if made_for not in ("", registry.target):
+        raise CliError(f"{folder} was made for the target {made_for[:12]}; this deployment's is {registry.target[:12]}")
+    version = DrafterVersion("dflash", content_id(folder))
+    record = VersionRecord(version=version, target=registry.target, origin="imported", why=why)
+    print(registry.add(folder, record, who=_person()).id)
+
+
+@app.command()
 def promote(
     version: Version,
     why: Why = "by hand",
@@ -186,14 +205,18 @@ def _shelf(path: Path | None) -> Shelf:
 
 
 def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], as_json: bool) -> None:
+    from redraft.engine.drafters.loading import BUNDLED
+
     published = asyncio.run(_publishing(shelf, change))
     if as_json:
         print(json.dumps(msgspec.to_builtins(published)))
     else:
         print(f"{published.detail[0].upper()}{published.detail[1:]}")
     drafter = shelf.config.engine.drafter
-    if drafter != "dflash":
-        _console(stderr=True).print(f"engine.drafter is {drafter}: an engine that starts here takes that, no version")
+    if drafter != BUNDLED:
+        _console(stderr=True).print(
+            f"engine.drafter is {drafter}: an engine that starts here takes that; set it to {BUNDLED} to take versions"
+        )
     if shelf.engine and not published.in_force:
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,27 @@ def test_who_configured_another_drafter_is_told_that_it_starts_with_that(
     monkeypatch.setenv("REDRAFT_ENGINE__DRAFTER", "ngram")
     code, _, error = redraft("promote", versions[0])
     assert code == 0
-    assert error == "engine.drafter is ngram: an engine that starts here takes that, no version\n"
+    assert error == (
+        "engine.drafter is ngram: an engine that starts here takes that; set it to dflash to take versions\n"
+    )
+
+
+def test_a_checkpoint_made_elsewhere_is_added_as_a_candidate(
+    redraft: Redraft, registry: Registry, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    shape = DFlashConfig.for_target(
+        load_model(tiny_checkpoint), registry.target, layers=1, block_size=4, mask_token_id=3
+    )
+    save(tmp_path / "mine", shape, weights(shape, 0), card="")
+    code, out, _ = redraft("add", tmp_path / "mine", "--why", "from a friend")
+    assert (code, out.strip()) == (0, content_id(tmp_path / "mine"))
+    entered = registry.find(out.strip())
+    assert (entered.state, entered.record.origin, entered.record.why) == ("candidate", "imported", "from a friend")
+    save(tmp_path / "other", replace(shape, target="ab" * 32), weights(shape, 1), card="")
+    code, _, error = redraft("add", tmp_path / "other")
+    assert code == 1 and "was made for the target abababababab; this deployment's is" in error
+    code, _, error = redraft("add", tmp_path)
+    assert code == 1 and "config.json" in error and len(registry.all()) == 2
 
 
 def test_a_damaged_pointer_is_told_in_words(redraft: Redraft, versions: list[str], registry: Registry) -> None:

@@ -51,12 +51,16 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
     def make(seed: int) -> Path:
         folder = tmp_path_factory.mktemp("drafter")
-        generator = torch.Generator().manual_seed(seed)
-        shapes = expected_shapes(SHAPE)
-        save(folder, SHAPE, {name: torch.randn(s, generator=generator) for name, s in shapes.items()}, f"# {seed}\n")
+        save_random(folder, SHAPE, seed)
         return folder
 
     return make
+
+
+def save_random(folder: Path, shape: DFlashConfig, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(size, generator=generator) * 0.2 for name, size in expected_shapes(shape).items()}
+    save(folder, shape, tensors, card=f"# {seed}\n")
 
 
 @pytest.fixture

@@ -18,9 +18,7 @@ from redraft.retrain.registry.errors import RegistryError, UnknownVersion
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.registry import FLOOR, Registry
 
-from .registry.conftest import TARGET, Drafters, accepted, add, drafters, killed_everywhere, no_fsync, registry
-
-__all__ = ["drafters", "no_fsync", "registry"]
+from .conftest import TARGET, Drafters, accepted, add, killed_everywhere
 
 pytestmark = pytest.mark.unit
 
