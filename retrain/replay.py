@@ -20,7 +20,7 @@ from redraft.engine.types import AcceptLength
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.blocks import block_starts
 from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.features import Captured, FeatureCapture
+from redraft.retrain.features import Capture, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
 
 BLOCKS_PER_PASS = 128
@@ -57,8 +57,6 @@ class AcceptCounts(Struct, frozen=True):
 
 Proposals = Callable[[int], Sequence[int]]
 """The tokens drafted at a block start of one sample."""
-
-Capture = Callable[[Sequence[Sequence[int]]], list[Captured]]
 
 
 class ReplayStep(NamedTuple):

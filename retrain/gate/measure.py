@@ -19,9 +19,9 @@ from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import DrafterVersion, is_looping
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import TrainingError
-from redraft.retrain.features import Captured
+from redraft.retrain.features import Capture, Captured
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.replay import AcceptCounts, Capture, Drafting, ReplayStep, count, steps
+from redraft.retrain.replay import AcceptCounts, Drafting, ReplayStep, count, steps
 
 WARM_UPS = 5
 ROUNDS = 40
