@@ -37,25 +37,30 @@ class TurnResult(Struct, frozen=True, kw_only=True):
 
 
 class Client:
-    """Asks a deployment at ``url``, greedily; ``agent`` goes along as the agent type."""
+    """Asks a deployment at ``url``, greedily; ``agent`` goes along as the agent type.
 
-    def __init__(self, url: str, agent: str, max_tokens: int = MAX_TOKENS) -> None:
+    Log-probabilities are asked for because with them every commit is a chunk of its own, which times can be read off.
+    """
+
+    def __init__(self, url: str, model: str, agent: str, max_tokens: int = MAX_TOKENS) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=TURN_SECONDS, trust_env=False)
+        self._model = model
         self._agent = agent
         self._max_tokens = max_tokens
 
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def session(self, session: Conversation, name: str) -> AsyncIterator[TurnResult]:
-        """Ask for every turn of a session; its history is forced, so that one answer does not change the next."""
-        for turn in session.asked_turns:
+    async def session(self, session: Conversation, name: str, turns: int) -> AsyncIterator[TurnResult]:
+        """Ask for a session's first ``turns``; its history is forced, so that one answer does not change the next."""
+        for turn in session.asked_turns[:turns]:
             body = {
-                "model": "demo",
+                "model": self._model,
                 "messages": [_message(message) for message in session.messages[:turn]],
                 "tools": [_tool(tool) for tool in session.tools],
                 "temperature": 0,
                 "max_tokens": self._max_tokens,
+                "logprobs": True,
                 "stream": True,
                 "stream_options": {"include_usage": True},
             }
@@ -102,15 +107,16 @@ async def drive(
     sessions: Iterator[tuple[str, Conversation]],
     *,
     concurrency: int,
+    turns: int,
     report: Callable[[TurnResult], None],
     go_on: Callable[[], bool],
 ) -> None:
-    """Run named sessions, ``concurrency`` at a time, until there are no more or ``go_on`` says so between two."""
+    """Run named sessions, ``concurrency`` at a time, until there are no more or ``go_on`` says no between two."""
 
     async def agent() -> None:
         while go_on() and (following := next(sessions, None)):
             name, session = following
-            async for result in client.session(session, name):
+            async for result in client.session(session, name, turns):
                 report(result)
 
     await asyncio.gather(*(agent() for _ in range(concurrency)))

@@ -1,0 +1,255 @@
+"""The loop's whole story on one machine: traffic drifts, the drafter recovers, and a poisoned one is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import quantiles
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from redraft.engine.checkpoints import identity, resolve
+from redraft.engine.types import DrafterVersion
+from redraft.feedback.drift.monitor import DriftMonitor
+from redraft.feedback.drift.signal import DriftSignal
+from redraft.ops.demo.deployment import Deployed, deployed
+from redraft.ops.demo.scenario import CHANGES, after, before, evaluation
+from redraft.ops.demo.traffic import Client, TurnResult, drive
+from redraft.ops.demo.watch import Watch
+from redraft.ops.errors import CliError
+from redraft.ops.feedback import open_log
+from redraft.retrain.data.conversation import Conversation
+from redraft.retrain.registry.pointers import FilePointerStore
+from redraft.retrain.registry.registry import open_registry
+
+AGENT = "assistant"
+PhaseName = Literal["before", "drift", "training", "recovered"]
+OUTCOMES = {0: "promoted", 10: "refused", 11: "inconclusive", 12: "too little to learn from"}
+"""What `redraft retrain run --once` says by its exit status."""
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """How long each part is, in sessions; ``turns`` are the most that a session asks for.
+
+    ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``judged`` how
+    many sessions of families that nothing is trained on show what came of it.
+    """
+
+    concurrency: int
+    turns: int
+    max_tokens: int
+    before: int
+    drift: int
+    collect: int
+    judged: int
+    settings: dict[str, dict[str, Any]]
+
+
+FULL = Plan(
+    concurrency=2,
+    turns=4,
+    max_tokens=96,
+    before=64,
+    drift=60,
+    collect=50,
+    judged=40,
+    settings={
+        "feedback": {"baseline_share": 0.6, "entropy_share": 1.0, "draft_prob_share": 1.0},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
+    },
+)
+FAST = Plan(
+    concurrency=2,
+    turns=2,
+    max_tokens=48,
+    before=36,
+    drift=30,
+    collect=24,
+    judged=10,
+    settings={
+        "feedback": {"baseline_share": 0.8, "entropy_share": 1.0, "draft_prob_share": 1.0},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
+    },
+)
+
+
+class Phase(Struct, kw_only=True):
+    """A stretch of traffic; times since the epoch."""
+
+    name: PhaseName
+    started: float
+    ended: float = 0.0
+    sessions: list[str] = []
+    turns: list[TurnResult] = []
+
+    @property
+    def failures(self) -> list[TurnResult]:
+        return [turn for turn in self.turns if turn.error is not None]
+
+    def tpot(self) -> tuple[float, float] | None:
+        """P50 and P95 in milliseconds over its requests."""
+        found = [turn.tpot * 1e3 for turn in self.turns if turn.tpot is not None]
+        if len(found) < 2:
+            return None
+        cuts = quantiles(found, n=20, method="inclusive")
+        return cuts[9], cuts[18]
+
+
+class Run(Struct, frozen=True, kw_only=True):
+    """One `redraft retrain run --once`; ``said`` is the end of what it printed."""
+
+    outcome: str
+    seconds: float
+    said: str
+
+
+Tell = Callable[[str], None]
+Tick = Callable[[str, int, int, float | None], None]
+"""Hears of a phase, the sessions done and wanted, and its accept length so far."""
+
+
+class Story:
+    """Plays the parts in order against one deployment; what happened is in its fields."""
+
+    def __init__(self, served: Deployed, plan: Plan, tell: Tell, tick: Tick) -> None:
+        self.served = served
+        self.plan = plan
+        self._tell = tell
+        self._tick = tick
+        self.target = identity(resolve(served.config.engine.model))
+        self.registry = open_registry(served.config.retrain.registry, self.target)
+        self.pointers = FilePointerStore(served.config.retrain.registry)
+        references = (reference for entered in self.registry.all() for reference in entered.references)
+        self.watch = Watch(open_log(served.config), DriftMonitor(served.config.drift, references))
+        self.phases: list[Phase] = []
+        self.signal: DriftSignal | None = None
+        self.run: Run | None = None
+        self._client = Client(served.url, served.model, AGENT, plan.max_tokens)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def play(self) -> None:
+        """Serve until a reference is learnt, shift, wait for the signal, retrain under load, and look what came of it.
+
+        Raises `CliError` where the story cannot go on.
+        """
+        plan = self.plan
+        old, new = before(), after()
+        await self._serve("before", old, plan.before, until=lambda: False)
+        if not self.watch.watching:
+            raise CliError(f"no reference was learnt in {plan.before} sessions; see the deployment's own logs")
+        new_traffic = iter(new)
+        await self._serve("drift", new_traffic, plan.drift, until=lambda: self.signal is not None)
+        if self.signal is None:
+            raise CliError(f"{plan.drift} sessions after the rewrite drift was not detected")
+        await self._serve("drift", new_traffic, plan.collect, until=lambda: False)
+        training = asyncio.create_task(self._retrain())
+        try:
+            await self._serve("training", new_traffic, len(new), until=training.done)
+            self.run = await training
+        finally:
+            training.cancel()
+            with suppress(asyncio.CancelledError):
+                await training
+        await self._serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
+
+    def serving(self) -> DrafterVersion | None:
+        pointer = self.pointers.load(self.target)
+        return pointer.serving if pointer else None
+
+    async def _serve(
+        self, name: PhaseName, sessions: Iterable[Conversation], most: int, until: Callable[[], bool]
+    ) -> None:
+        """Send sessions until ``until`` or the most; drift is looked for after each turn."""
+        phase = Phase(name=name, started=time.time())
+        self.phases.append(phase)
+        earlier = sum(len(each.sessions) for each in self.phases)
+        numbers = itertools.count(earlier)
+
+        def named() -> Iterator[tuple[str, Conversation]]:
+            for session in itertools.islice(sessions, most):
+                phase.sessions.append(f"{next(numbers):04d}:{session.id.replace('/', ':')}")
+                yield phase.sessions[-1], session
+
+        def report(turn: TurnResult) -> None:
+            phase.turns.append(turn)
+            if turn.error is not None:
+                self._tell(f"a request failed: {turn.error}")
+            self._look()
+            self._tick(name, len(phase.sessions), most, self.watch.length(phase.sessions).tau)
+
+        await drive(
+            self._client,
+            named(),
+            concurrency=self.plan.concurrency,
+            turns=self.plan.turns,
+            report=report,
+            go_on=lambda: not until(),
+        )
+        await self._written(phase)
+        phase.ended = time.time()
+
+    def _look(self) -> None:
+        for found in self.watch.poll():
+            if self.signal is None and found.direction == "drop":
+                self.signal = found
+
+    async def _written(self, phase: Phase) -> None:
+        """Wait for the log to hold the phase's last answers."""
+        for _ in range(50):
+            self._look()
+            if all(self.watch.session(turn.session) for turn in phase.turns if turn.error is None):
+                return
+            await asyncio.sleep(0.1)
+
+    async def _retrain(self) -> Run:
+        """The loop's own command, which gives way to serving; it is stopped with this."""
+        started = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            *self.served.command("retrain", "run", "--once"),
+            env=dict(self.served.environment),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        said: list[str] = []
+        try:
+            async for line in process.stdout:
+                said.append(line.decode(errors="replace").rstrip())
+                self._tell(said[-1])
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                await process.wait()
+        if code not in OUTCOMES:
+            raise CliError(f"training failed: {said[-1].removeprefix('error: ') if said else f'status {code}'}")
+        return Run(outcome=OUTCOMES[code], seconds=time.monotonic() - started, said="\n".join(said[-20:]))
+
+
+async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Any]) -> Any:
+    """Run the story in a deployment that begins and ends with it; ``then`` is called while it still runs."""
+    with TemporaryDirectory(prefix="redraft-") as folder:
+        tell("starting a deployment of its own")
+        async with deployed(Path(folder), plan.settings) as served:
+            story = Story(served, plan, tell, tick)
+            try:
+                await story.play()
+                return await then(story)
+            finally:
+                await story.close()
+
+
+def phase_sessions(phases: Sequence[Phase], name: PhaseName) -> list[str]:
+    return [session for phase in phases if phase.name == name for session in phase.sessions]
