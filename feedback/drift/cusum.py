@@ -19,7 +19,7 @@ from redraft.feedback.drift.reference import Reference
 OVERSHOOT = 1.166
 """2 * 0.583, Siegmund's correction for what a normal walk overshoots a boundary by, in standard deviations."""
 
-_ERRORS = tuple(NormalDist().inv_cdf((2 * i + 1) / 42) for i in range(21))
+_ERRORS = tuple(NormalDist().inv_cdf((2 * i + 1) / 30) for i in range(15))
 
 
 class Scale(Struct, frozen=True):

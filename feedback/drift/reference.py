@@ -2,17 +2,18 @@
 
 A verify step of L drafted tokens commits 1 + sum_j S(j) tokens on average, S(j) = h(1) ... h(j). Its derivative by
 h(k) is S(k-1) V(k), where V(k) = 1 + h(k+1) V(k+1) is what accepting position k is worth: its own token and those
-expected behind it. So, to first order in the hazards,
+expected behind it. So, to first order in the hazards, with h(k) estimated by accepted(k) / reached(k),
 
-    delta tau = sum_k S(k-1) V(k) (h(k) - h0(k)),    h(k) estimated by accepted(k) / reached(k).
+    delta tau = sum_k S(k-1) V(k) (h(k) - h0(k)).
 
-Where every step offers all L tokens, reached(k) = steps * S(k-1), and the sum is (1 / steps) of
-sum_k V(k) (accepted(k) - h0(k) reached(k)): each term has mean zero under the reference whatever happened before k
-(the Doob decomposition of the committed tokens: not even an approximation), so the sum adds over steps, turns and
-sessions, and no ratio is averaged. Answers end inside blocks, so fewer steps reach far positions than S(k-1) says;
-weights w(k) = V(k) / tau0 * S(k-1) / (reached0(k) / reached0(1)) put them back in at the reference's rate. Then
+Where every step offers all L tokens, reached(k) is steps * S(k-1), and steps * delta tau is
+sum_k V(k) (accepted(k) - h0(k) reached(k)): then even exactly, for it telescopes into the committed tokens less those
+expected (their Doob decomposition). Each term has mean zero under the reference whatever happened before k, so
+residuals add over steps, turns and sessions, and no ratio is averaged. Answers end inside blocks, so that fewer steps
+reach far positions than S(k-1) says; the weights put them back in at the reference's rate:
 
-    sum of residuals / sum of reached(1) = relative change of tau.
+    w(k) = V(k) / tau0 * S(k-1) / (reached0(k) / reached0(1))
+    sum_k w(k) (accepted(k) - h0(k) reached(k)), over sum of reached(1), = relative change of tau.
 """
 
 from __future__ import annotations

@@ -1,48 +1,85 @@
-"""Simulated answers: sessions that differ as recorded ones do, and drafters that get worse or better."""
+"""Answers for the monitor: recorded sessions drawn again, and sessions made to measure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from redraft.engine.types import GREEDY, DrafterVersion, Stratum
-from redraft.feedback.drift.reference import Counts
+from redraft.feedback.drift.reference import Counts, Reference, make_reference
 from redraft.feedback.events import Origin, StepCounts, TurnEvent, session_hash
 
 DFLASH = DrafterVersion("dflash", "d1")
-HAZARD = np.array([0.55, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7])
+HAZARD = (0.55, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7)
+
+Rng = np.random.Generator
+Session = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def recorded() -> dict[str, list[Session]]:
+    """Sessions of ``sessions.json`` by agent type, context buckets pooled."""
+    rows = json.loads(Path(__file__).with_name("sessions.json").read_text())
+    by_agent: dict[str, list[Session]] = {}
+    for agent, _, reached, accepted, _ in rows:
+        by_agent.setdefault(agent, []).append((tuple(reached), tuple(accepted)))
+    return dict(sorted(by_agent.items()))
+
+
+def thinned(rng: Rng, counts: Session, *, share: float = 1.0, survival: float = 1.0) -> Session:
+    """A session of which a ``share`` of the steps was explored, each acceptance kept with probability ``survival``."""
+    reached, accepted = counts
+    left = int(rng.binomial(reached[0], share))
+    made: tuple[list[int], list[int]] = ([], [])
+    for k, (r, a) in enumerate(zip(reached, accepted, strict=True)):
+        kept = int(rng.binomial(rng.hypergeometric(a, r - a, left), survival)) if left else 0
+        made[0].append(left)
+        made[1].append(kept)
+        following = reached[k + 1] if k + 1 < len(reached) else 0
+        left = int(rng.hypergeometric(following, a - following, kept)) if kept else 0
+    return tuple(made[0]), tuple(made[1])
+
+
+def tau(hazard: Sequence[float]) -> float:
+    return float(1 + np.cumprod(hazard).sum())
+
+
+def survival_for(change: float, sessions: Sequence[Session]) -> float:
+    """The survival of acceptances that changes tau of the pooled hazards by ``change`` < 0, relative."""
+    reached, accepted = (np.sum([counts[side] for counts in sessions], axis=0) for side in (0, 1))
+    hazard = accepted / np.maximum(reached, 1)
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if tau(hazard * middle) < tau(hazard) * (1 + change) else (low, middle)
+    return low
+
+
+def changed(rng: Rng, sessions: Sequence[Session], change: float, *, copies: int = 5) -> list[Session]:
+    """Copies of sessions of which tau is lower by ``-change``, relative."""
+    survival = survival_for(change, sessions)
+    return [thinned(rng, counts, survival=survival) for counts in sessions for _ in range(copies)]
+
+
+def reference(sessions: Sequence[Counts], at: Stratum | None = None, drafter: DrafterVersion = DFLASH) -> Reference:
+    return make_reference(at or stratum(), drafter, sessions)
+
+
+def drawn(rng: Rng, sessions: Sequence[Session], count: int) -> list[Session]:
+    return [sessions[i] for i in rng.integers(0, len(sessions), count)]
 
 
 def stratum(agent_type: str = "coder", bucket: int = 512) -> Stratum:
     return Stratum("acme", agent_type, bucket, "greedy", False)
 
 
-def tau(hazard: np.ndarray) -> float:
-    return float(1 + np.cumprod(hazard).sum())
-
-
-def scaled(hazard: np.ndarray, change: float) -> np.ndarray:
-    """Hazards of which the odds are moved by one factor so that tau changes by ``change``, relative."""
-    odds = hazard / (1 - hazard)
-    low, high = -8.0, 8.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        moved = odds * np.exp(middle)
-        low, high = (middle, high) if tau(moved / (1 + moved)) < tau(hazard) * (1 + change) else (low, middle)
-    moved = odds * np.exp(low)
-    return moved / (1 + moved)
-
-
 def session(
-    rng: np.random.Generator, hazard: np.ndarray, *, steps: float = 30.0, turns: int = 1, spread: float = 0.6
-) -> list[Counts]:
-    """Counts of each turn; ``spread`` is the standard deviation of a session's own shift of the log odds.
-
-    A mean shift of the logits lowers the mean of the hazards a little; references are made of the same sessions.
-    """
-    odds = hazard / (1 - hazard) * np.exp(rng.normal(0.0, spread))
-    own = odds / (1 + odds)
+    rng: Rng, hazard: Sequence[float] = HAZARD, *, steps: float = 30.0, turns: int = 1, spread: float = 0.3
+) -> list[Session]:
+    """Each turn of a session that has a shift of the log odds to itself, of standard deviation ``spread``."""
+    own = 1 / (1 + (1 / np.array(hazard) - 1) * np.exp(rng.normal(0.0, spread)))
     made = []
     for _ in range(turns):
         reached = int(rng.geometric(turns / steps))
@@ -52,12 +89,17 @@ def session(
             counts[0].append(reached)
             counts[1].append(accepted)
             reached = accepted
-        made.append(counts)
+        made.append((tuple(counts[0]), tuple(counts[1])))
     return made
 
 
+def pooled(turns: Sequence[Session]) -> Session:
+    reached, accepted = (tuple(map(sum, zip(*(turn[side] for turn in turns), strict=True))) for side in (0, 1))
+    return reached, accepted
+
+
 def turn(
-    counts: Counts,
+    counts: Session,
     session_id: str,
     *,
     time: float = 0.0,
@@ -101,11 +143,3 @@ def turn(
         ),
         context=None,
     )
-
-
-def stream(
-    rng: np.random.Generator, hazard: np.ndarray, sessions: int, *, name: str, at: Stratum | None = None
-) -> Iterator[TurnEvent]:
-    for number in range(sessions):
-        (counts,) = session(rng, hazard)
-        yield turn(counts, f"{name}-{number}", time=float(number), at=at)
