@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from redraft.engine.types import GREEDY, DrafterVersion, Stratum
@@ -143,3 +144,22 @@ def turn(
         ),
         context=None,
     )
+
+
+class Traffic:
+    """A stream of answers of a mix of strata; sessions are drawn from each stratum's."""
+
+    def __init__(self, rng: Rng, strata: dict[Stratum, list[Session]], mix: Sequence[float] | None = None) -> None:
+        self._rng = rng
+        self._events = [[turn(counts, "s", at=at) for counts in sessions] for at, sessions in strata.items()]
+        self._mix = mix
+
+    def __call__(self, count: int, mix: Sequence[float] | None = None) -> list[TurnEvent]:
+        chosen = self._rng.choice(len(self._events), count, p=mix or self._mix)
+        found = []
+        for number, which in enumerate(chosen):
+            event = self._events[which][self._rng.integers(len(self._events[which]))]
+            session = f"{self._rng.integers(1 << 62):x}"
+            origin = msgspec.structs.replace(event.origin, session=session)
+            found.append(msgspec.structs.replace(event, origin=origin, time=float(number)))
+        return found
