@@ -1,9 +1,10 @@
 """The local log of events: segments of checked frames, one writer, any number of readers in other processes.
 
 A segment is a file of frames: length and CRC-32 of the payload (little-endian, 32 bits each), then an event as
-msgpack. What was appended survives the death of its process; of a power cut it survives all but the last
-``SYNC_SECONDS``. A frame that a crash cut short at the end of the last segment is cut off by the next writer, and
-readers stop before it. An erased event keeps its place, overwritten, so that cursors stay good.
+msgpack. What was appended survives the death of its process; it is synced to the disk with the first append after
+``SYNC_SECONDS`` and at the end of a segment, so a power cut may cost what the system had not written by itself. A frame
+that a crash cut short at the end of the last segment is cut off by the next writer, and readers stop before it. An
+erased event keeps its place, overwritten, so that cursors stay good.
 """
 
 from __future__ import annotations
@@ -98,8 +99,6 @@ class SegmentLog:
         if self._file is None or self._end >= self._segment_bytes:
             self._begin()
         self._write(b"".join(frames))
-        if time.monotonic() - self._synced > SYNC_SECONDS:
-            self._sync()
 
     def maintain(self, now: float) -> None:
         """Remove the oldest segments, while all of them take too many bytes, and those last written too long ago."""
@@ -198,12 +197,13 @@ class SegmentLog:
     def _frames(self, number: int, offset: int) -> Iterator[_Frame]:
         """Whole frames from ``offset`` on; ends before one that is cut short."""
         path = self._path(number)
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
+        data = _rest(path, offset)
         at = 0
         while at < len(data):
             payload, torn = _payload(data, at)
+            if payload is None and not torn:
+                data = _rest(path, offset)  # it may just be being erased
+                payload, torn = _payload(data, at)
             if torn:
                 return
             if payload is None:
@@ -279,6 +279,8 @@ class SegmentLog:
             written = os.write(self._file, data)
             if written < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path(self._number)))
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                self._sync()
         except OSError:
             os.ftruncate(self._file, self._end)
             raise
@@ -289,6 +291,12 @@ class SegmentLog:
         assert self._file is not None
         os.fdatasync(self._file)
         self._synced = time.monotonic()
+
+
+def _rest(path: Path, offset: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(offset)
+        return file.read()
 
 
 def _frame(payload: bytes) -> bytes:

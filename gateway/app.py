@@ -37,9 +37,11 @@ def create_app(config: GatewayConfig, engine: Engine, chat: ChatEncoder, recorde
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await engine.close()
-        if recorder is not None:
-            await asyncio.to_thread(recorder.close)
+        try:
+            await engine.close()
+        finally:
+            if recorder is not None:
+                await asyncio.to_thread(recorder.close)
 
     app = FastAPI(openapi_url=None, redirect_slashes=False, lifespan=lifespan)
     app.add_middleware(RequestMiddleware, metrics=gateway.metrics)

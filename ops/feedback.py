@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from redraft.feedback.recorder import DAY, Recorder
 from redraft.feedback.segments import SegmentLog
 from redraft.gateway.tool_call_spans import tool_call_spans
 from redraft.ops.config import RedraftConfig
+
+logger = logging.getLogger(__name__)
 
 
 def feedback_folder(config: RedraftConfig) -> Path:
@@ -48,6 +51,7 @@ def start_recorder(config: RedraftConfig, model_folder: Path, tokenizer: Tokeniz
     """What the gateway gives its answers to; None where nothing is to be kept."""
     if not config.feedback.enabled:
         return None
+    logger.info("answers are kept in %s, to learn from; feedback.enabled: false keeps none", feedback_folder(config))
     capture = Capture(
         config.feedback,
         tokenizer=hashlib.sha256((model_folder / "tokenizer.json").read_bytes()).hexdigest(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -124,6 +125,39 @@ def test_a_damaged_frame_is_an_error_that_says_where_and_reading_goes_on_behind_
     assert len(first) + len(rest) >= 8
     later = SegmentLog(tmp_path)
     assert later.tail(2) == make_events(12)[-2:]
+
+
+def test_no_damage_makes_an_event_that_was_not_written(tmp_path: Path) -> None:
+    log = SegmentLog(tmp_path, segment_bytes=1500)
+    events = make_events(8)
+    for event in events:
+        log.append([event])
+    log.close()
+    whole = {path: path.read_bytes() for path in segments(tmp_path)}
+    rng = random.Random(1)
+    lost = 0
+    for _ in range(300):
+        path = rng.choice(list(whole))
+        data = bytearray(whole[path])
+        for _ in range(rng.randint(1, 3)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        path.write_bytes(data[: rng.choice([len(data), rng.randrange(len(data))])])
+        reader, cursor, found = SegmentLog(tmp_path), START, []
+        while True:
+            try:
+                fresh, cursor = reader.read(cursor, 3)
+            except SegmentDamaged as damage:
+                assert damage.path == path
+                cursor = damage.resume
+                continue
+            if not fresh:
+                break
+            found += fresh
+        assert all(event in events for event in found)
+        assert sum(event in found for event in events) == len(found) >= 4
+        lost += len(found) < 8
+        path.write_bytes(whole[path])
+    assert lost > 200
 
 
 def test_what_a_later_version_wrote_is_passed_over_and_counted(tmp_path: Path) -> None:

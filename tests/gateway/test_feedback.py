@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,9 @@ def test_an_answer_cut_off_is_an_event_of_what_was_committed(
                 client.sendall(head + body)
                 assert engine.hanging.wait(10)
             assert engine.closed.wait(10)
+            deadline = time.monotonic() + 10
             while recorded.gateway.metric("redraft_requests_in_flight"):
-                pass
+                assert time.monotonic() < deadline
         case "engine gives up":
             engine.script = lambda request: [*begun, engine.commit((), finish_reason="abort")]
             assert recorded.gateway.post().status_code == 503
