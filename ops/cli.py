@@ -16,6 +16,7 @@ from redraft.ops.commands import (
     chat,
     config,
     data,
+    demo,
     doctor,
     drafters,
     drift,
@@ -60,6 +61,7 @@ app.add_typer(feedback.app, name="feedback", rich_help_panel=LOOK)
 app.add_typer(drafters.app, name="drafters", rich_help_panel=LEARN)
 app.add_typer(data.app, name="data", rich_help_panel=LEARN)
 app.add_typer(train.app, name="train", rich_help_panel=LEARN)
+app.add_typer(demo.app, name="demo", rich_help_panel=LEARN)
 
 
 @app.command("_engine", hidden=True)

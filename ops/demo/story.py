@@ -7,12 +7,12 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import quantiles
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
 
@@ -29,6 +29,8 @@ from redraft.ops.feedback import open_log
 from redraft.retrain.data.conversation import Conversation
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.registry import open_registry
+
+T = TypeVar("T")
 
 AGENT = "assistant"
 PhaseName = Literal["before", "drift", "training", "recovered"]
@@ -238,7 +240,7 @@ class Story:
         return Run(outcome=OUTCOMES[code], seconds=time.monotonic() - started, said="\n".join(said[-20:]))
 
 
-async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Any]) -> Any:
+async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Awaitable[T]]) -> T:
     """Run the story in a deployment that begins and ends with it; ``then`` is called while it still runs."""
     with TemporaryDirectory(prefix="redraft-") as folder:
         tell("starting a deployment of its own")

@@ -16,12 +16,16 @@ READ_AT_ONCE = 1000
 
 
 class Served(Struct, kw_only=True):
-    """One session as the log has it; ``time`` is of its last answer. Looping answers count apart, in ``looping``."""
+    """One session as the log has it; ``time`` is of its last answer.
+
+    Looping answers count apart, in ``looping``; ``contexts`` are the other answers' tokens.
+    """
 
     time: float
     length: AcceptLength = AcceptLength()
     drafters: tuple[DrafterVersion, ...] = ()
     looping: int = 0
+    contexts: tuple[str, ...] = ()
 
 
 class Watch:
@@ -77,6 +81,8 @@ class Watch:
         if event.looping:
             served.looping += 1
             return
+        if event.context is not None:
+            served.contexts += (event.context,)
         for counts in event.counts:
             served.length += AcceptLength(counts.committed, counts.verify_steps)
             if counts.drafter not in served.drafters:

@@ -1,0 +1,151 @@
+"""The loop, shown: what it does on this machine, from drift to recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from redraft.ops.errors import CliError
+
+if TYPE_CHECKING:
+    from redraft.ops.demo.results import Result
+    from redraft.ops.demo.story import Story
+
+app = typer.Typer(help="See the loop at work on this machine.", no_args_is_help=True)
+
+TITLES = {
+    "before": "before the rewrite",
+    "drift": "after the rewrite",
+    "training": "served while training",
+    "recovered": "with the new drafter",
+}
+
+
+@app.callback()
+def main() -> None:
+    """See the loop at work on this machine."""
+
+
+@app.command()
+def drift(
+    out: Annotated[Path, typer.Option(help="Folder for result.json and drift.png.")] = Path("demo-drift"),
+    fast: Annotated[bool, typer.Option(help="Fewer and shorter sessions, the same parts.")] = False,
+) -> None:
+    """Let an agent's traffic drift, and watch its drafter recover.
+
+    A deployment of its own serves an agent, the agent is rewritten, drift is noticed, a drafter is trained on the
+    traffic, judged and swapped in while requests run; then a poisoned candidate is offered, and refused. Nothing is
+    left running, and nothing of other deployments is touched.
+    """
+    from redraft.ops.demo.plot import draw
+    from redraft.ops.demo.summary import sentences
+
+    out.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True, highlight=False)
+    try:
+        with _display(console) as show:
+            result = asyncio.run(_play(fast, show))
+    except KeyboardInterrupt:
+        raise CliError("interrupted; nothing was left running") from None
+    (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    draw(result, out / "drift.png")
+    for sentence in sentences(result):
+        print(sentence, end="\n\n")
+    print(f"{out / 'drift.png'} shows it; the numbers are in {out / 'result.json'}")
+    if result.run.outcome != "promoted":
+        raise typer.Exit(1)
+
+
+class _Display:
+    """Progress bars on a terminal, lines elsewhere."""
+
+    def __init__(self, console: Console, bars: Progress) -> None:
+        self._console = console
+        self._bars = bars
+        self._tasks: dict[str, TaskID] = {}
+
+    def tell(self, text: str) -> None:
+        self._console.print(text, markup=False, style="dim")
+
+    def tick(self, phase: str, done: int, wanted: int, tau: float | None) -> None:
+        title = TITLES.get(phase, phase)
+        self.progress(done, wanted, f"{title}: {tau:.2f} tokens a pass" if tau else title, key=phase)
+
+    def progress(self, step: int, steps: int, text: str, key: str | None = None) -> None:
+        key = key or text
+        if key not in self._tasks:
+            self._tasks[key] = self._bars.add_task(text, total=steps)
+            if not self._console.is_terminal:
+                self.tell(text)
+        self._bars.update(self._tasks[key], completed=step, total=steps, description=text)
+
+
+@contextmanager
+def _display(console: Console) -> Iterator[_Display]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
+        yield _Display(console, bars)
+
+
+async def _play(fast: bool, show: _Display) -> Result:
+    from redraft.ops.demo.story import FAST, FULL, play
+
+    async def conclude(story: Story) -> Result:
+        return await _conclude(story, fast, began, show)
+
+    began = time.time()
+    return await play(FAST if fast else FULL, show.tell, show.tick, conclude)
+
+
+async def _conclude(story: Story, fast: bool, began: float, show: _Display) -> Result:
+    from redraft.ops.demo import finale
+    from redraft.ops.demo.results import Result, phase_row, session_rows
+
+    assert story.run is not None
+    assert story.signal is not None
+    checked, violations = await finale.lossless(story, 6 if fast else 20, show.progress)
+    old, serving = finale.bundled_folder(story), story.serving()
+    judged = poisoned = new = None
+    if story.run.outcome == "promoted" and serving is not None:
+        new = story.registry.path(serving)
+        target = await asyncio.to_thread(finale.frozen_target, story)
+        judged = await asyncio.to_thread(finale.judged, story, old, new, target, 6 if fast else 20, show.progress)
+        with TemporaryDirectory(prefix="redraft-") as work:
+            poisoned = await finale.offer_poisoned(story, old, new, target, Path(work), show.progress)
+    phases = [phase_row(story, phase) for phase in story.phases]
+    estimate = story.signal.estimate
+    first = phases[0].started
+    return Result(
+        fast=fast,
+        seconds=time.time() - began,
+        rewritten_at=next(row.started for row in phases if row.name == "drift") - first,
+        detected_at=story.signal.time - first,
+        swapped_at=next((row.started - first for row in phases if row.name == "recovered"), None) if new else None,
+        drift={
+            "effect": estimate.effect,
+            "low": estimate.low,
+            "high": estimate.high,
+            "sessions": estimate.sessions,
+            "drafter": story.signal.drafter.id,
+        },
+        run=story.run,
+        old=story.signal.drafter.id,
+        new=serving.id if serving and new else None,
+        phases=phases,
+        judged=judged,
+        poisoned=poisoned,
+        lossless_checked=checked,
+        lossless_violations=violations,
+        failed_requests=sum(row.failed for row in phases),
+        sessions=list(session_rows(story)),
+    )

@@ -1,0 +1,85 @@
+"""The story in plain language."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from redraft.engine.types import AcceptLength
+from redraft.ops.demo.results import PhaseRow, Result
+
+
+def sentences(result: Result) -> Iterator[str]:
+    """What happened, a paragraph each, in the order it happened."""
+    phases = {name: _joined([row for row in result.phases if row.name == name]) for name in ("before", "drift")}
+    old, new = phases["before"], phases["drift"]
+    if old.tau and new.tau:
+        yield (
+            f"An agent's requests were served with the bundled drafter: each pass of the model produced {_of(old)} "
+            f"tokens, {_ms(old)}. Then the agent was rewritten: new prompt, new tool names, new form of tool results, "
+            f"several calls a step. The same drafter guessed worse: {_of(new)} tokens a pass, {_ms(new)}."
+        )
+    drift = result.drift
+    yield (
+        f"Redraft noticed after {drift['sessions']} sessions, {_minutes(result.detected_at - result.rewritten_at)} "
+        f"after the rewrite: accept length {drift['effect']:+.0%} against what it had learnt to expect "
+        f"({drift['low']:+.0%} to {drift['high']:+.0%}, the stretch that set off the alarm)."
+    )
+    yield (
+        f"It trained a candidate on the traffic it had kept, in {_minutes(result.run.seconds)}, while serving went on. "
+        f"The gate's verdict: {result.run.outcome}."
+    )
+    if result.judged is not None and result.judged.old.tau and result.judged.new.tau:
+        before, after = result.judged.old, result.judged.new
+        yield (
+            f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have "
+            f"produced {_length(before)} tokens a pass and the new one {_length(after)}, for the very same answers."
+        )
+        if old.tau and after.tau and before.tau and old.tau > before.tau:
+            share = (after.tau - before.tau) / (old.tau - before.tau)
+            yield f"That is {share:.0%} of the way back from the drop to where it stood before the rewrite."
+    poisoned = result.poisoned
+    if poisoned is not None:
+        rule = f" ({poisoned.rule})" if poisoned.rule else ""
+        yield (
+            f"Then the gate was offered a poisoned candidate: {poisoned.poison}. It was {poisoned.outcome}{rule}: "
+            f"{poisoned.reason}."
+        )
+    yield (
+        f"{sum(row.requests for row in result.phases)} requests, {result.failed_requests} failed; "
+        f"{result.lossless_checked} answers were given again without any drafter, and {result.lossless_violations} "
+        f"differed. It all took {_minutes(result.seconds)}."
+    )
+
+
+def _joined(rows: list[PhaseRow]) -> PhaseRow:
+    length = AcceptLength(sum(row.committed for row in rows), sum(row.verify_steps for row in rows))
+    first = rows[0]
+    return PhaseRow(
+        name=first.name,
+        started=first.started,
+        ended=rows[-1].ended,
+        sessions=sum(row.sessions for row in rows),
+        requests=sum(row.requests for row in rows),
+        failed=sum(row.failed for row in rows),
+        committed=length.committed,
+        verify_steps=length.verify_steps,
+        tau=length.tau,
+        tpot_p50_ms=first.tpot_p50_ms,
+        tpot_p95_ms=first.tpot_p95_ms,
+    )
+
+
+def _of(row: PhaseRow) -> str:
+    return _length(AcceptLength(row.committed, row.verify_steps))
+
+
+def _length(length: AcceptLength) -> str:
+    return f"{length.tau or 0:.2f} ({length.committed}/{length.verify_steps})"
+
+
+def _ms(row: PhaseRow) -> str:
+    return f"{row.tpot_p50_ms:.0f} ms a token" if row.tpot_p50_ms is not None else "too few to time"
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
