@@ -22,12 +22,13 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from redraft.feedback.events import Cursor, Event
+from redraft.feedback.events import START, Cursor, Event
 from redraft.feedback.metrics import CaptureMetrics
 
 SUFFIX = ".seg"
 SEGMENT_BYTES = 16 << 20
 MAX_FRAME_BYTES = 64 << 20
+READ_AT_ONCE = 1000
 SYNC_SECONDS = 5.0
 ROTATE_SECONDS = 86_400.0
 """A segment takes no more events after this long, so that those of little traffic expire too."""
@@ -85,6 +86,7 @@ class SegmentLog:
         self._begun = 0.0
         self._synced = 0.0
         self.unknown = 0
+        self.damaged: list[SegmentDamaged] = []
 
     def append(self, events: Sequence[Event]) -> None:
         """Write all events, or none.
@@ -151,6 +153,20 @@ class SegmentLog:
                     return events, _cursor(number, offset)
                 raise
         return events, _cursor(number, offset)
+
+    def events(self) -> Iterator[Event]:
+        """Every event there is, oldest first; damaged segments are passed over, and remembered in ``damaged``."""
+        cursor = START
+        while True:
+            try:
+                events, cursor = self.read(cursor, READ_AT_ONCE)
+            except SegmentDamaged as damage:
+                self.damaged.append(damage)
+                cursor = damage.resume
+                continue
+            if not events:
+                return
+            yield from events
 
     def tail(self, count: int) -> list[Event]:
         """The last events, oldest first; damaged segments give what can be read of them."""

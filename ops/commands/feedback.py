@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from typing import Annotated
@@ -11,12 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from redraft.engine.types import AcceptLength
-from redraft.feedback.events import START, Cursor, Event, SpanEvent, TurnEvent, session_hash
-from redraft.feedback.segments import SegmentDamaged
+from redraft.feedback.events import Event, SpanEvent, TurnEvent, session_hash
 from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.feedback import feedback_folder, open_contexts, open_log
 
-READ_AT_ONCE = 1000
 WIDTH = 160
 """Columns of the table of events, wherever it is printed: a session's name is of use only whole."""
 
@@ -32,43 +31,32 @@ def status(config: ConfigPath = None) -> None:
     sessions: set[str] = set()
     baseline: set[str] = set()
     length = AcceptLength()
-    times = []
+    first, last = math.inf, -math.inf
     log = open_log(settings)
-    cursor: Cursor = START
-    damaged = []
-    while True:
-        try:
-            events, cursor = log.read(cursor, READ_AT_ONCE)
-        except SegmentDamaged as damage:
-            damaged.append(str(damage))
-            cursor = damage.resume
+    for event in log.events():
+        first, last = min(first, event.time), max(last, event.time)
+        if isinstance(event, SpanEvent):
+            spans[event.reason] += 1
             continue
-        if not events:
-            break
-        times += [events[0].time, events[-1].time]
-        for event in events:
-            if isinstance(event, SpanEvent):
-                spans[event.reason] += 1
-                continue
-            turns[event.finish_reason] += 1
-            sessions.add(event.origin.session)
-            if event.baseline:
-                baseline.add(event.origin.session)
-            for counts in event.counts:
-                length += AcceptLength(counts.committed, counts.verify_steps)
+        turns[event.finish_reason] += 1
+        sessions.add(event.origin.session)
+        if event.baseline:
+            baseline.add(event.origin.session)
+        for counts in event.counts:
+            length += AcceptLength(counts.committed, counts.verify_steps)
     print(f"folder: {feedback_folder(settings)}{'' if settings.feedback.enabled else ' (feedback.enabled is off)'}")
     print(f"answers: {turns.total()} ({_listed(turns)}), of {len(sessions)} sessions, {len(baseline)} of them baseline")
     print(f"spans: {spans.total()} ({_listed(spans)})")
     print(f"accept length: {length.committed} tokens / {length.verify_steps} verify steps")
-    if times:
-        print(f"from {_moment(min(times))} to {_moment(max(times))}")
+    if first <= last:
+        print(f"from {_moment(first)} to {_moment(last)}")
     feedback = settings.feedback
     print(f"events: {log.size()} bytes; tokens: {open_contexts(settings).size()} bytes; at most {feedback.max_bytes}")
     print(f"kept for {feedback.retention_days:g} days")
     if log.unknown:
         print(f"of a later version, passed over: {log.unknown} events")
-    for line in damaged:
-        print(line)
+    for damage in log.damaged:
+        print(damage)
 
 
 @app.command()
