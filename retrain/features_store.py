@@ -39,10 +39,13 @@ class FeatureStore(Protocol):
 
     @property
     def bytes(self) -> int:
-        """What is kept now; over `len`, the bytes of a reference."""
+        """What is kept now."""
         ...
 
-    def __len__(self) -> int: ...
+    @property
+    def refs(self) -> int:
+        """How many references are kept now; bytes over refs are what one costs."""
+        ...
 
     def __contains__(self, ref: FeatureRef) -> bool: ...
 
@@ -66,7 +69,8 @@ class MemoryStore:
         self._kept: dict[FeatureRef, Tensor] = {}
         self.bytes = 0
 
-    def __len__(self) -> int:
+    @property
+    def refs(self) -> int:
         return len(self._kept)
 
     def __contains__(self, ref: FeatureRef) -> bool:
@@ -108,7 +112,8 @@ class LocalStore:
         self.bytes = sum(self._sizes.values())
         self._make_room(0)
 
-    def __len__(self) -> int:
+    @property
+    def refs(self) -> int:
         return len(self._sizes)
 
     def __contains__(self, ref: FeatureRef) -> bool:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,11 +22,12 @@ from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.blocks import choose_blocks
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
-from redraft.retrain.errors import TrainingError
+from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features import Captured, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.journal import Journal
-from redraft.retrain.trainer import DRAFTER, Trainer, cosine_with_warmup
+from redraft.retrain.replay import DFlashReplay, walk
+from redraft.retrain.trainer import BEST, DRAFTER, HeldOut, Trainer, cosine_with_warmup, systematic
 
 from .conftest import CPU, make_record, make_sample, random_tokens
 
@@ -36,6 +40,9 @@ SAMPLES = [
     make_sample(random_tokens(20 + 7 * seed, seed), [(8, 12), (14 + seed, 20 + 7 * seed)], id=str(seed))
     for seed in range(5)
 ]
+
+
+HELD_OUT = [make_sample(random_tokens(30, seed), [(10, 30)], id=f"held out {seed}") for seed in (8, 9)]
 
 
 @dataclass
@@ -51,10 +58,20 @@ class Run:
 
 @pytest.fixture
 def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable[..., Run]:
-    """A run in a folder of that name; steps ``spoil`` see features that are no numbers, step ``crash`` ends it."""
+    """A run in a folder of that name.
+
+    Steps ``spoil`` see features that are no numbers, step ``crash`` ends it, and it is asked to stop before pass
+    ``stop``.
+    """
 
     def make(
-        name: str, samples: Sequence[Sample] = SAMPLES, spoil: Sequence[int] = (), crash: int = -1, **overrides: Any
+        name: str,
+        samples: Sequence[Sample] = SAMPLES,
+        spoil: Sequence[int] = (),
+        crash: int = -1,
+        held_out: Sequence[Sample] = (),
+        stop: int = -1,
+        **overrides: Any,
     ) -> Run:
         config = RECIPE.model_copy(update=overrides)
         record = make_record(config, target)
@@ -71,7 +88,15 @@ def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable
             sequences = [sample.token_ids[:length] for sample, length in zip(samples, lengths, strict=True)]
             return [Captured(each.features * factor, each.hidden) for each in capture(sequences)]
 
-        return Run(Trainer(strategy, samples, captured, config, tmp_path / name, record), strategy, drawn)
+        calls = count()
+
+        def between() -> None:
+            if next(calls) == stop:
+                raise Stopped("stop")
+
+        judges = HeldOut(held_out, DFlashReplay(strategy.model, target)) if held_out else None
+        trainer = Trainer(strategy, samples, captured, config, tmp_path / name, record, judges, between)
+        return Run(trainer, strategy, drawn)
 
     return make
 
@@ -160,6 +185,66 @@ def test_steps_without_a_finite_gradient_change_nothing_and_three_in_a_row_end_t
     some.trainer.run()
     assert all(value.isfinite().all() for value in some.weights.values())
     assert log(tmp_path / "some")[-1]["skipped"] == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_too_short_for_three_bad_steps_is_ended_by_as_many_as_it_has(
+    start: Callable[..., Run], tmp_path: Path, steps: int
+) -> None:
+    run = start("run", steps=steps, spoil=range(steps))
+    with pytest.raises(TrainingError, match=f"not finite in {steps} steps in a row"):
+        run.trainer.run()
+    assert not (tmp_path / "run" / DRAFTER).exists()
+
+
+@pytest.mark.parametrize("stop", range(0, 24, 3))
+def test_a_run_that_was_asked_to_stop_anywhere_goes_on_as_if_it_had_not(
+    start: Callable[..., Run], tmp_path: Path, stop: int
+) -> None:
+    """A step has three passes here, and a replay of held-out answers two; both are due at 0, 2, 4 and 6."""
+    overrides: dict[str, Any] = {"held_out": HELD_OUT, "eval_every": 2, "pass_tokens": 1}
+    whole, broken, resumed = (start(name, **overrides) for name in ("whole", "broken", "broken"))
+    whole.trainer.run()
+    broken = start("broken", **overrides, stop=stop)
+    with pytest.raises(Stopped):
+        broken.trainer.run()
+    resumed.trainer.resume()
+    resumed.trainer.run()
+    assert resumed.trainer.evaluated == whole.trainer.evaluated
+    assert all(torch.equal(value, resumed.weights[name]) for name, value in whole.weights.items())
+    best = [load(tmp_path / name / BEST)[1] for name in ("whole", "broken")]
+    assert all(torch.equal(value, best[1][name]) for name, value in best[0].items())
+
+
+def test_held_out_answers_are_replayed_on_the_way_and_the_best_checkpoint_is_kept(
+    start: Callable[..., Run], target: FrozenTarget, tmp_path: Path
+) -> None:
+    learnable = make_sample([*range(10, 40), *range(10, 40)], [(30, 60)], id="learnable")
+    run = start("run", samples=[learnable], held_out=[learnable], steps=60, eval_every=15, warmup=5, loss="tokens")
+    lengths = []
+    evaluate = run.trainer._evaluate
+
+    def spoilt() -> dict[str, float | list[float]]:
+        """From the third replay on the model is no good."""
+        if len(lengths) >= 2:
+            with torch.no_grad():
+                run.strategy.model.norm.weight.zero_()
+        lengths.append(run.trainer.step)
+        return evaluate()
+
+    run.trainer._evaluate = spoilt  # type: ignore[method-assign]
+    run.trainer.run()
+    assert lengths == [0, 15, 30, 45, 60]
+    lines = [line for line in log(tmp_path / "run") if "held_out_tau" in line]
+    assert [(line["step"], line["held_out_committed"], line["held_out_verify_steps"]) for line in lines] == [
+        (step, length.committed, length.verify_steps) for step, length in run.trainer.evaluated
+    ]
+    best = run.trainer.best
+    assert best is not None
+    assert best.step == 15
+    replayed = walk(learnable, DFlashReplay(DFlashModel.load(tmp_path / "run" / BEST, CPU), target)(learnable), 3)
+    assert replayed.length == best.length
+    assert replayed.length.tau > (run.trainer.evaluated[0].length.tau or 0)
 
 
 def test_how_a_step_is_cut_into_passes_does_not_change_it(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -283,6 +368,37 @@ def test_every_epoch_draws_every_sample_once(start: Callable[..., Run]) -> None:
     assert [sorted(epoch) for epoch in epochs] == [sorted(sample.id for sample in SAMPLES)] * 3
 
 
+def test_samples_of_equal_weight_are_drawn_in_one_permutation_an_epoch(start: Callable[..., Run]) -> None:
+    equal = [msgspec.structs.replace(sample, weight=0.3) for sample in SAMPLES]
+    one, other = start("one"), start("other", samples=equal)
+    orders = [[run.trainer._order(epoch) for epoch in range(50)] for run in (one, other)]
+    assert orders[0] == orders[1]
+    assert all(sorted(order) == [0, 1, 2, 3, 4] for order in orders[0])
+    assert orders[0][:2] == [[0, 3, 1, 2, 4], [1, 0, 3, 2, 4]], "the draws of earlier runs are no longer repeated"
+
+
+def test_samples_are_drawn_in_proportion_to_their_weights(start: Callable[..., Run]) -> None:
+    weights = [0.5, 1.0, 3.5, 0.0, 5.0]
+    samples = [msgspec.structs.replace(sample, weight=weight) for sample, weight in zip(SAMPLES, weights, strict=True)]
+    run = start("run", samples=samples)
+    drawn = Counter(sample.id for step in range(4000) for sample in run.trainer._draw(step))
+    assert {name: number / 12000 for name, number in drawn.items()} == pytest.approx(
+        {"0": 0.05, "1": 0.1, "2": 0.35, "4": 0.5}, rel=0.1
+    )
+    run.trainer.run()
+    assert set(run.drawn) <= {sample.id for sample in start("again", samples=samples).trainer.drawn()} < {*"0124"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_epoch_has_a_sample_as_often_as_its_share_says_rounded_up_or_down(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weights = torch.rand(50, dtype=torch.float64, generator=generator) ** 3 + 1e-3
+    expected = weights * (50 / weights.sum())
+    found = torch.bincount(systematic(weights, generator), minlength=50)
+    assert found.sum() == 50
+    assert bool(((found >= expected.floor()) & (found <= expected.ceil())).all())
+
+
 def test_every_step_draws_blocks_anew(start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, ...]] = []
 
@@ -351,6 +467,13 @@ def test_absurd_numbers_are_refused_by_their_key(tmp_path: Path, text: str) -> N
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
     with pytest.raises(TrainingError, match=f"{text.partition(':')[0]}: Input should be"):
+        load_recipe(file)
+
+
+def test_a_key_that_is_there_twice_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text("steps: 5\nseed: 1\nsteps: 6\n")
+    with pytest.raises(TrainingError, match=r"recipe\.yaml:3: .*steps is there twice"):
         load_recipe(file)
 
 
