@@ -14,6 +14,7 @@ from redraft.feedback.drift.reference import Counts, Reference, make_reference
 from redraft.feedback.events import Origin, StepCounts, TurnEvent, session_hash
 
 DFLASH = DrafterVersion("dflash", "d1")
+FEWEST_SESSIONS = 5
 HAZARD = (0.55, 0.6, 0.65, 0.7, 0.7, 0.7, 0.7)
 
 Rng = np.random.Generator
@@ -21,12 +22,12 @@ Session = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def recorded() -> dict[str, list[Session]]:
-    """Sessions of ``sessions.json`` by agent type, context buckets pooled."""
+    """Sessions of ``sessions.json`` by agent type, where there are enough; context buckets are pooled."""
     rows = json.loads(Path(__file__).with_name("sessions.json").read_text())
     by_agent: dict[str, list[Session]] = {}
     for agent, _, reached, accepted, _ in rows:
         by_agent.setdefault(agent, []).append((tuple(reached), tuple(accepted)))
-    return dict(sorted(by_agent.items()))
+    return {agent: own for agent, own in sorted(by_agent.items()) if len(own) >= FEWEST_SESSIONS}
 
 
 def thinned(rng: Rng, counts: Session, *, share: float = 1.0, survival: float = 1.0) -> Session:
