@@ -29,8 +29,6 @@ LOAD_SECONDS = 120.0
 ACTIVATE_SECONDS = 30.0
 """How long an engine may take to say how it is, to load a version, and to turn to it."""
 
-NEXT_START = "no engine is running: it takes this version when it starts"
-
 
 class Published(Struct, frozen=True, kw_only=True):
     """What came of it: the pointer in force, whether the engine serves by it, and that in words."""
@@ -65,13 +63,13 @@ class Publisher:
                     f"version {version.id} is {state}, not accepted; it does not serve unless a person forces it"
                 )
             self._registry.force(version, who=who, why=why)
-        loaded = await self._load(version)
+        missing = await self._load(version)
         if version == pointer.serving:
-            return await self._activate(pointer, loaded, f"version {version.id} serves already")
+            return await self._activate(pointer, missing, f"version {version.id} serves already")
         changed = replace(pointer, serving=version, previous=pointer.serving, canary=None, token=pointer.token + 1)
         await self._set(pointer.token, changed)
         self._registry.follow(changed, who=who, why=why, left="retired")
-        return await self._activate(changed, loaded, f"version {version.id} serves instead of {pointer.serving.id}")
+        return await self._activate(changed, missing, f"version {version.id} serves instead of {pointer.serving.id}")
 
     async def rollback(self, why: str, *, who: str, to: DrafterVersion | None = None) -> Published:
         """Let the version serve again that served before the present one, or ``to``, which served once.
@@ -90,34 +88,40 @@ class Publisher:
                 f"version {back.id} is {entered.state}; a rollback goes to one that served and was not rolled back "
                 "itself: name another, or promote this one"
             )
-        loaded = await self._load(back)
+        missing = await self._load(back)
         changed = replace(pointer, serving=back, previous=entered.replaced, canary=None, token=pointer.token + 1)
         await self._set(pointer.token, changed)
         self._registry.follow(
             changed, who=who, why=f"version {pointer.serving.id} was rolled back: {why}", left="rolled_back"
         )
-        return await self._activate(changed, loaded, f"version {back.id} serves again instead of {pointer.serving.id}")
+        return await self._activate(changed, missing, f"version {back.id} serves again instead of {pointer.serving.id}")
 
     async def _settle(self) -> DrafterPointer:
         """The pointer, made if there was none, and recorded if whoever changed it was stopped before."""
         target = self._registry.target
         pointer = await self._pointers.read(target)
         if pointer is None:
-            pointer = DrafterPointer(target=target, serving=add_version_zero(self._registry), token=1)
+            zero = add_version_zero(self._registry)
+            pointer = DrafterPointer(target=target, serving=zero, token=self._registry.token + 1)
             await self._set(0, pointer)
-            self._registry.follow(pointer, who="redraft", why="comes with Redraft", left="retired")
+            self._registry.follow(
+                pointer, who="redraft", why="there was no pointer: version zero serves", left="retired"
+            )
         why = "found in the pointer: whoever changed it has not said why"
         self._registry.follow(pointer, who="redraft", why=why, left="retired")
         return pointer
 
-    async def _load(self, version: DrafterVersion) -> bool:
-        """Make an engine that runs ready for a version; False if none runs, and that the version can be had anyhow."""
+    async def _load(self, version: DrafterVersion) -> str:
+        """Make an engine that runs ready for a version; else why none was. The version can be had either way."""
         path = None if version == FLOOR else self._registry.path(version)
-        if self._engine is None or not (await _asked(self._engine.health(), HEALTH_SECONDS)).ready:
-            return False
+        if self._engine is None:
+            return "no engine is running: it takes this version when it starts"
+        health = await _asked(self._engine.health(), HEALTH_SECONDS)
+        if not health.ready:
+            return f"{health.detail or 'the engine is not ready'}: promote it again once it is up, to be sure"
         if path:
             await _asked(self._engine.load_drafter(version, path), LOAD_SECONDS)
-        return True
+        return ""
 
     async def _set(self, token: int, pointer: DrafterPointer) -> None:
         if not await self._pointers.compare_and_set(token, pointer):
@@ -125,9 +129,9 @@ class Publisher:
                 "somebody else changed the serving pointer at the same time; nothing was done, look and try again"
             )
 
-    async def _activate(self, pointer: DrafterPointer, loaded: bool, done: str) -> Published:
-        if self._engine is None or not loaded:
-            return Published(pointer=pointer, in_force=False, detail=f"{done}; {NEXT_START}")
+    async def _activate(self, pointer: DrafterPointer, missing: str, done: str) -> Published:
+        if self._engine is None or missing:
+            return Published(pointer=pointer, in_force=False, detail=f"{done}; {missing}")
         try:
             await _asked(self._engine.activate(pointer), ACTIVATE_SECONDS)
         except RegistryError as error:

@@ -46,7 +46,7 @@ class Registry:
         self._lock = self._folder / "lock"
 
     def add(self, folder: Path | None, record: VersionRecord, *, who: str) -> DrafterVersion:
-        """Copy a checkpoint in as a candidate; a version that is there already stays as it is.
+        """Copy a checkpoint in as a candidate; a version that is there already stays as it is, but damage is mended.
 
         ``folder`` is None for the floor alone.
         """
@@ -57,8 +57,11 @@ class Registry:
             )
         with locked(self._lock):
             self._sweep()
-            if folder is not None and not (self._weights / version.id).exists():
-                self._copy(folder, version)
+            if folder is not None:
+                try:
+                    self.path(version)
+                except RegistryError:
+                    self._copy(folder, version)
             if not self._file(version.id).exists():
                 first = Entry(state="candidate", time=time.time(), who=who, why=record.why)
                 self._write(Entered(record, (first,)))
@@ -71,6 +74,11 @@ class Registry:
 
     def get(self, version: DrafterVersion) -> Entered:
         return self._read(self._file(version.id))
+
+    @property
+    def token(self) -> int:
+        """Of the newest pointer that histories tell of; 0 before there was any."""
+        return max((entry.token for entered in self.all() for entry in entered.history), default=0)
 
     def find(self, prefix: str) -> Entered:
         """The one version whose id begins so; raises `UnknownVersion` naming those that come near."""
@@ -97,11 +105,10 @@ class Registry:
         try:
             content = content_id(folder)
         except DrafterError as error:
-            raise RegistryError(f"version {version.id} is damaged: {error} Promote another, or add it again") from error
+            raise RegistryError(f"version {version.id} is damaged: {error} Add it again, or promote another") from error
         if content != version.id:
             raise RegistryError(
-                f"{folder} has changed since it was added: its content is {content}; "
-                "remove the folder and add the version again, or promote another"
+                f"{folder} has changed since it was added: its content is {content}; add it again, or promote another"
             )
         return folder
 
@@ -133,12 +140,11 @@ class Registry:
     def follow(self, pointer: DrafterPointer, *, who: str, why: str, left: Literal["retired", "rolled_back"]) -> None:
         """Record who serves by a pointer newer than any recorded, and what becomes of those that did."""
         with locked(self._lock):
-            known = self.all()
-            if pointer.token <= max((entry.token for entered in known for entry in entered.history), default=0):
+            if pointer.token <= self.token:
                 return
             serving = self.get(pointer.serving)
             now = time.time()
-            for entered in known:
+            for entered in self.all():
                 if entered.state == "serving" and entered.version != pointer.serving:
                     self._enter(entered, Entry(state=left, time=now, who=who, why=why))
             entry = Entry(state="serving", time=now, who=who, why=why, previous=pointer.previous, token=pointer.token)
@@ -152,7 +158,7 @@ class Registry:
             spent.sort(key=lambda entered: entered.history[-1].time, reverse=True)
             dropped = [entered.version for entered in spent[keep:] if (self._weights / entered.version.id).exists()]
             for version in dropped:
-                (self._weights / version.id).rename(self._partial(version))
+                self._discard(version)
             self._sweep()
         return dropped
 
@@ -160,7 +166,7 @@ class Registry:
         from redraft.engine.drafters.checkpoint import DrafterError
         from redraft.engine.drafters.loading import content_id
 
-        partial = self._partial(version)
+        partial = self._weights / f"{_PARTIAL}{version.id}"
         partial.mkdir(parents=True)
         try:
             for file in sorted(folder.iterdir()):
@@ -168,21 +174,26 @@ class Registry:
                     copy = Path(shutil.copyfile(file, partial / file.name))
                     sync(copy)
                     copy.chmod(0o444)
-            content = content_id(partial)
+            if (content := content_id(partial)) != version.id:
+                raise RegistryError(f"{folder} holds the version {content}, not {version.id}; it was not added")
+            sync(partial)
+            self._discard(version)
+            partial.rename(self._weights / version.id)
         except DrafterError as error:
-            raise RegistryError(str(error)) from error
-        if content != version.id:
-            raise RegistryError(f"{folder} holds the version {content}, not {version.id}; it was not added")
-        sync(partial)
-        partial.rename(self._weights / version.id)
+            raise RegistryError(str(error).replace(str(partial), str(folder))) from error
+        finally:
+            self._sweep()
         sync(self._weights)
+
+    def _discard(self, version: DrafterVersion) -> None:
+        """Take weights away in one step; a sweep removes them."""
+        weights = self._weights / version.id
+        if weights.exists():
+            weights.rename(self._weights / f"{_PARTIAL}{version.id}-discarded")
 
     def _sweep(self) -> None:
         for left in self._weights.glob(f"{_PARTIAL}*"):
             shutil.rmtree(left)
-
-    def _partial(self, version: DrafterVersion) -> Path:
-        return self._weights / f"{_PARTIAL}{version.id}"
 
     def _file(self, version_id: str) -> Path:
         return self._records / f"{version_id}.json"

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.integration
 
 DEADLINE = 60
 
-LONG = 450
+LONG = 250
 """Tokens of an answer that outlasts a swap."""
 
 Start = Callable[[], Any]
@@ -100,10 +100,10 @@ def answer(engine: EmbeddedEngine, name: str, tokens: int = 100) -> AsyncIterato
 
 
 async def collect(stream: AsyncIterator[Commit]) -> tuple[list[int], set[DrafterVersion | None]]:
-    """An answer's tokens, and the versions that drafted for it."""
+    """An answer's tokens, and the versions that drafted for it; the floor may while a window grows."""
     commits = [commit async for commit in stream]
     drafted = {commit.verify_step.drafter for commit in commits if commit.verify_step and commit.verify_step.drafted}
-    return [token for commit in commits for token in commit.token_ids], drafted
+    return [token for commit in commits for token in commit.token_ids], drafted - {FLOOR}
 
 
 async def test_versions_swap_under_running_answers_and_a_restart_takes_the_published_one(
@@ -122,7 +122,7 @@ async def test_versions_swap_under_running_answers_and_a_restart_takes_the_publi
         rest, drafted = await collect(running)
     assert [*(token for commit in begun for token in commit.token_ids), *rest] == plain
     assert after == plain[:100]
-    assert drafted <= {first, FLOOR} and drafted_after == {second}
+    assert drafted <= {first} and drafted_after == {second}
     async with aclosing(answer(engine, "undone", tokens=LONG)) as running:
         await anext(running)
         assert (await publisher.rollback("worse", who="test")).in_force

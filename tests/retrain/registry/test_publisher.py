@@ -36,7 +36,7 @@ class FakeEngine:
         self.while_loading: Callable[[], None] = lambda: None
 
     async def health(self) -> Health:
-        return Health(ready=self.ready)
+        return Health(ready=self.ready, detail="" if self.ready else "still loading")
 
     async def load_drafter(self, version: DrafterVersion, path: Path) -> None:
         assert (path / "config.json").exists()
@@ -192,7 +192,8 @@ async def test_where_no_engine_runs_it_takes_the_version_at_its_start(
     publisher = Publisher(registry, pointers, cast("Engine", engine) if there else None)
     published = await promote(publisher, versions[0])
     assert not published.in_force
-    assert published.detail.endswith("no engine is running: it takes this version when it starts")
+    why = "still loading: promote it again once it is up" if there else "no engine is running: it takes this version"
+    assert why in published.detail
     assert serving_drafter(registry.root, TARGET) == (versions[0], registry.path(versions[0]))
     assert engine.loaded == []
 
@@ -252,6 +253,17 @@ async def test_unknown_versions_and_an_untouched_registry_change_nothing(
     assert await pointers.read(TARGET) is None
     with pytest.raises(RegistryError, match="nothing served before"):
         await rollback(publisher)
+
+
+async def test_a_pointer_that_was_moved_away_is_begun_again_above_its_last_token(
+    publisher: Publisher, engine: FakeEngine, registry: Registry, versions: list[DrafterVersion]
+) -> None:
+    await promote(publisher, versions[0])
+    (registry.root / TARGET / "pointer.json").unlink()
+    published = await promote(publisher, versions[1])
+    assert published.in_force and published.pointer.token == 4
+    assert published.pointer.previous == FLOOR
+    assert [registry.get(version).state for version in versions] == ["retired", "serving", "accepted"]
 
 
 def test_a_publisher_killed_anywhere_leaves_a_version_that_can_serve_and_a_next_that_tidies(
