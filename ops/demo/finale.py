@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +19,7 @@ from redraft.feedback.contexts import TurnContext
 from redraft.feedback.events import START, Event
 from redraft.ops.bench.report import spread
 from redraft.ops.demo.results import Judged, Refused
-from redraft.ops.demo.story import Story, phase_sessions
+from redraft.ops.demo.story import PhaseName, Story
 from redraft.ops.errors import CliError
 from redraft.ops.feedback import open_contexts, open_log
 from redraft.retrain.data.sample import Sample
@@ -31,7 +30,7 @@ from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.replay import DFlashReplay, replay
-from redraft.retrain.traffic import TrafficConfig, collect, with_later_gate
+from redraft.retrain.traffic import TrafficConfig, TrafficData, collect, with_later_gate
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
@@ -39,31 +38,49 @@ DEAD_LAYERS = 45
 """As many as make a draft about as dear as the pass that verifies it, several times over."""
 
 
-def contexts_of(story: Story, sessions: Sequence[str]) -> list[TurnContext]:
-    """The tokens of those sessions' answers, but for looping ones."""
+def answers_of(story: Story, phase: PhaseName) -> dict[str, dict[int, TurnContext]]:
+    """The tokens of a phase's answers by session id and turn; sessions with a looping or lost answer are left out."""
     store = open_contexts(story.served.config)
-    found = (story.watch.session(name) for name in sessions)
-    ids = itertools.chain.from_iterable(served.contexts for served in found if served)
-    return [context for id_ in ids if (context := store.get(TENANT, id_))]
+    found: dict[str, dict[int, TurnContext]] = {}
+    for each in story.phases:
+        for name, id_ in each.sessions.items() if each.name == phase else ():
+            asked = [turn.turn for turn in each.turns if turn.session == name and turn.error is None]
+            served = story.watch.session(name)
+            if served is None or len(served.answers) != len(asked):
+                continue
+            contexts = [
+                store.get(TENANT, answer.context) if answer.context and not answer.looping else None
+                for answer in served.answers
+            ]
+            kept = {turn: context for turn, context in zip(asked, contexts, strict=True) if context is not None}
+            if kept and len(kept) == len(asked):
+                found[id_] = kept
+    return found
 
 
-def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: int, progress: Progress) -> Judged:
-    """Replay the last phase's answers, which nothing was trained on, through both drafters."""
-    names = spread(phase_sessions(story.phases, "recovered"), sessions)
-    samples = [
+def samples_of(answers: Mapping[str, Mapping[int, TurnContext]]) -> list[Sample]:
+    """Answers as samples for a replay, a session's longest first."""
+    return [
         Sample(
-            id=f"{number}",
+            id=f"{session}:{turn}",
             source="demo",
-            family="test",
+            family=session,
             split="test",
-            session=context.session,
+            session=session,
             token_ids=context.token_ids,
             spans=((context.prompt_tokens, len(context.token_ids)),),
             greedy=True,
             looping=False,
         )
-        for number, context in enumerate(contexts_of(story, names))
+        for session, turns in answers.items()
+        for turn, context in turns.items()
     ]
+
+
+def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: int, progress: Progress) -> Judged:
+    """Replay answers of the last phase, which nothing was trained on, through both drafters."""
+    answers = answers_of(story, "recovered")
+    samples = samples_of({id_: answers[id_] for id_ in spread(list(answers), sessions)})
     length = story.served.config.engine.block_size - 1
     totals = []
     for done, folder in enumerate((old, new)):
@@ -73,12 +90,14 @@ def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: i
             total += replayed.counts[length].length
             progress(done * len(samples) + number, 2 * len(samples), "replaying unseen requests through both drafters")
         totals.append(total)
-    return Judged(sessions=len(names), old=totals[0], new=totals[1])
+    return Judged(sessions=len({sample.session for sample in samples}), old=totals[0], new=totals[1])
 
 
 async def lossless(story: Story, count: int, progress: Progress) -> tuple[int, int]:
     """Have the engine give some answers again without a drafter: how many, and how many differ."""
-    contexts = spread([c for phase in story.phases for c in contexts_of(story, phase.sessions)], count)
+    phases = dict.fromkeys(phase.name for phase in story.phases)
+    answers = (turns for phase in phases for turns in answers_of(story, phase).values())
+    contexts = spread([context for turns in answers for context in turns.values()], count)
     engine = EmbeddedEngine(story.served.socket)
     violations = 0
     try:
@@ -113,9 +132,7 @@ async def offer_poisoned(
     finally:
         await engine.close()
     assert story.signal is not None
-    events, store, traffic = _events(story), open_contexts(story.served.config), TrafficConfig(anchor_share=0.4)
-    data = collect(events, store, target=story.target, since=story.signal.since, config=traffic)
-    data = with_later_gate(data, events, store, traffic)
+    data = run_data(story)
     report = await asyncio.to_thread(
         judge,
         data.gate,
@@ -124,7 +141,7 @@ async def offer_poisoned(
         new=poisoned,
         target=target,
         costs=costs,
-        engine=_idle_engine(story),
+        engine=idle_engine(story),
         seen=TrainingRecord.of([*data.train, *data.replay, *data.validation]),
         block_length=story.served.config.engine.block_size - 1,
         config=GateConfig(min_sessions=2, min_anchor_sessions=2, draws=2000),
@@ -136,6 +153,14 @@ async def offer_poisoned(
         rule=report.verdict.rule,
         reason=report.verdict.reason,
     )
+
+
+def run_data(story: Story) -> TrafficData:
+    """What the loop's run had to learn from and to judge by, and the sessions since."""
+    assert story.signal is not None
+    events, store, traffic = _events(story), open_contexts(story.served.config), TrafficConfig(anchor_share=0.4)
+    data = collect(events, store, target=story.target, since=story.signal.since, config=traffic)
+    return with_later_gate(data, events, store, traffic)
 
 
 def frozen_target(story: Story) -> FrozenTarget:
@@ -159,7 +184,7 @@ def _events(story: Story) -> list[Event]:
         events += more
 
 
-def _idle_engine(story: Story) -> Callable[[Path], EngineCore]:
+def idle_engine(story: Story) -> Callable[[Path], EngineCore]:
     """An engine as the deployment's, that serves the drafter in a folder."""
 
     def make(folder: Path) -> EngineCore:

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from statistics import quantiles
@@ -33,7 +33,7 @@ from redraft.retrain.registry.registry import open_registry
 T = TypeVar("T")
 
 AGENT = "assistant"
-PhaseName = Literal["before", "drift", "training", "recovered"]
+PhaseName = Literal["before", "drift", "training", "recovered", "anchors"]
 OUTCOMES = {0: "promoted", 10: "refused", 11: "inconclusive", 12: "too little to learn from"}
 """What `redraft retrain run --once` says by its exit status."""
 
@@ -42,12 +42,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     """How long each part is, in sessions; ``turns`` are the most that a session asks for.
 
     ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``judged`` how
-    many sessions of families that nothing is trained on show what came of it.
+    many sessions of families that nothing is trained on show what came of it. Agents think for ``think`` seconds on
+    average between requests.
     """
 
     concurrency: int
     turns: int
     max_tokens: int
+    think: float = 0.0
     before: int
     drift: int
     collect: int
@@ -84,12 +86,12 @@ FAST = Plan(
 
 
 class Phase(Struct, kw_only=True):
-    """A stretch of traffic; times since the epoch."""
+    """A stretch of traffic; times since the epoch. ``sessions`` are ids of conversations by the names they had."""
 
     name: PhaseName
     started: float
     ended: float = 0.0
-    sessions: list[str] = []
+    sessions: dict[str, str] = {}
     turns: list[TurnResult] = []
 
     @property
@@ -146,29 +148,29 @@ class Story:
         """
         plan = self.plan
         old, new = before(), after()
-        await self._serve("before", old, plan.before, until=lambda: False)
+        await self.serve("before", old, plan.before, until=lambda: False)
         if not self.watch.watching:
             raise CliError(f"no reference was learnt in {plan.before} sessions; see the deployment's own logs")
         new_traffic = iter(new)
-        await self._serve("drift", new_traffic, plan.drift, until=lambda: self.signal is not None)
+        await self.serve("drift", new_traffic, plan.drift, until=lambda: self.signal is not None)
         if self.signal is None:
             raise CliError(f"{plan.drift} sessions after the rewrite drift was not detected")
-        await self._serve("drift", new_traffic, plan.collect, until=lambda: False)
+        await self.serve("drift", new_traffic, plan.collect, until=lambda: False)
         training = asyncio.create_task(self._retrain())
         try:
-            await self._serve("training", new_traffic, len(new), until=training.done)
+            await self.serve("training", new_traffic, len(new), until=training.done)
             self.run = await training
         finally:
             training.cancel()
             with suppress(asyncio.CancelledError):
                 await training
-        await self._serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
+        await self.serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
 
     def serving(self) -> DrafterVersion | None:
         pointer = self.pointers.load(self.target)
         return pointer.serving if pointer else None
 
-    async def _serve(
+    async def serve(
         self, name: PhaseName, sessions: Iterable[Conversation], most: int, until: Callable[[], bool]
     ) -> None:
         """Send sessions until ``until`` or the most; drift is looked for after each turn."""
@@ -177,10 +179,11 @@ class Story:
         earlier = sum(len(each.sessions) for each in self.phases)
         numbers = itertools.count(earlier)
 
-        def named() -> Iterator[tuple[str, Conversation]]:
+        def named_sessions() -> Iterator[tuple[str, Conversation]]:
             for session in itertools.islice(sessions, most):
-                phase.sessions.append(f"{next(numbers):04d}:{session.id.replace('/', ':')}")
-                yield phase.sessions[-1], session
+                name = f"{next(numbers):04d}:{session.id.replace('/', ':')}"
+                phase.sessions[name] = session.id
+                yield name, session
 
         def report(turn: TurnResult) -> None:
             phase.turns.append(turn)
@@ -191,9 +194,10 @@ class Story:
 
         await drive(
             self._client,
-            named(),
+            named_sessions(),
             concurrency=self.plan.concurrency,
             turns=self.plan.turns,
+            think=self.plan.think,
             report=report,
             go_on=lambda: not until(),
         )
@@ -251,7 +255,3 @@ async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Await
                 return await then(story)
             finally:
                 await story.close()
-
-
-def phase_sessions(phases: Sequence[Phase], name: PhaseName) -> list[str]:
-    return [session for phase in phases if phase.name == name for session in phase.sessions]

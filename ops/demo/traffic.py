@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -108,18 +109,25 @@ async def drive(
     *,
     concurrency: int,
     turns: int,
+    think: float,
     report: Callable[[TurnResult], None],
     go_on: Callable[[], bool],
 ) -> None:
-    """Run named sessions, ``concurrency`` at a time, until there are no more or ``go_on`` says no between two."""
+    """Run named sessions, ``concurrency`` at a time, until there are no more or ``go_on`` says no between two.
 
-    async def agent() -> None:
+    Before each request but its first an agent thinks, for exponential times of ``think`` seconds on average.
+    """
+
+    async def agent(number: int) -> None:
+        thinks = random.Random(number)  # noqa: S311
         while go_on() and (following := next(sessions, None)):
             name, session = following
             async for result in client.session(session, name, turns):
                 report(result)
+                if think:
+                    await asyncio.sleep(thinks.expovariate(1 / think))
 
-    await asyncio.gather(*(agent() for _ in range(concurrency)))
+    await asyncio.gather(*(agent(number) for number in range(concurrency)))
 
 
 def _message(message: Message) -> dict[str, Any]:

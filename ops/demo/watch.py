@@ -15,17 +15,20 @@ from redraft.feedback.segments import SegmentLog
 READ_AT_ONCE = 1000
 
 
-class Served(Struct, kw_only=True):
-    """One session as the log has it; ``time`` is of its last answer.
+class Answered(Struct, frozen=True):
+    """One answer: where its tokens are, and whether it loops."""
 
-    Looping answers count apart, in ``looping``; ``contexts`` are the other answers' tokens.
-    """
+    context: str | None
+    looping: bool
+
+
+class Served(Struct, kw_only=True):
+    """One session as the log has it; ``time`` is of its last answer, ``length`` without looping ones."""
 
     time: float
     length: AcceptLength = AcceptLength()
     drafters: tuple[DrafterVersion, ...] = ()
-    looping: int = 0
-    contexts: tuple[str, ...] = ()
+    answers: tuple[Answered, ...] = ()
 
 
 class Watch:
@@ -78,11 +81,9 @@ class Watch:
         self.turns += 1
         served = self._by_hash.setdefault(event.origin.session, Served(time=event.time))
         served.time = event.time
+        served.answers += (Answered(event.context, event.looping),)
         if event.looping:
-            served.looping += 1
             return
-        if event.context is not None:
-            served.contexts += (event.context,)
         for counts in event.counts:
             served.length += AcceptLength(counts.committed, counts.verify_steps)
             if counts.drafter not in served.drafters:
