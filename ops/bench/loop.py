@@ -40,13 +40,14 @@ LOAD = 0.5
 METHOD = (
     "A deployment of its own serves four BFCL assistants over HTTP; then prompt, names, result format and step order "
     f"are rewritten (ops/demo/scenario.py). {AGENTS} agents send sessions turn by turn, with exponential think times "
-    "that make 50 % of the requests a second that the engine answers without speculation when saturated. Drift starts a "
-    "training run beside serving. Recovery is replayed over the answers to sessions of test families, which nothing "
+    "that make 50 % of the requests a second that the engine answers without speculation when saturated. Drift starts "
+    "a training run beside serving. Recovery is replayed over the answers to sessions of test families, which nothing "
     "was trained, chosen or gated on: the share of the offline drafter's gain in accept length that the loop's drafter "
-    "reaches, block length 7; the offline one learnt from all sessions after the rewrite (ops/bench/loop_offline.py). "
-    "Anchor loss is the relative goodput lost on sessions of test families as they were before the rewrite, by the "
-    "engine's cost table. Bounds are of a paired bootstrap over sessions. P95 TPOT while training is against the same "
-    "load and drafter just before. A lossless violation is an answer that differs from the one without a drafter."
+    "reaches, at block length 7; the offline one learnt from all sessions after the rewrite "
+    "(ops/bench/loop_offline.py). Anchor loss is the relative goodput lost on sessions of test families as they were "
+    "before the rewrite; both drafters have one shape, and a step costs the same. Bounds are of a bootstrap over "
+    "sessions. P95 TPOT while training is against the same load and drafter just before. A lossless violation is an "
+    "answer that differs from the one without a drafter."
 )
 
 
