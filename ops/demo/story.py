@@ -66,7 +66,7 @@ FULL = Plan(
     collect=50,
     judged=40,
     settings={
-        "feedback": {"baseline_share": 0.6, "entropy_share": 1.0, "draft_prob_share": 1.0},
+        "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
     },
 )
@@ -79,7 +79,7 @@ FAST = Plan(
     collect=24,
     judged=10,
     settings={
-        "feedback": {"baseline_share": 0.8, "entropy_share": 1.0, "draft_prob_share": 1.0},
+        "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
     },
 )
