@@ -109,7 +109,7 @@ def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -
     table = _table("", "")
     table.show_header = False
     for key, value in rows.items():
-        table.add_row(key, str(value))
+        table.add_row(key, _shown(value))
     _console().print(table)
     history = _table("since", "state", "by", "why")
     for entry in entered.history:
@@ -138,7 +138,7 @@ def diff(first: Version, second: Version, config: ConfigPath = None, as_json: As
         return
     table = _table("", *(side.version.id for side in sides))
     for name in names:
-        table.add_row(name, *(str(side.get(name, "-")) for side in (left, right)))
+        table.add_row(name, *(_shown(side.get(name, "-")) for side in (left, right)))
     _console().print(table)
 
 
@@ -279,6 +279,10 @@ def _provenance(entered: Entered) -> dict[str, Any]:
 def _numbers(entered: Entered) -> dict[str, Any]:
     gate = entered.gate
     return {"gate tau": _tau(gate.accept_length), **{f"gate {k}": v for k, v in gate.numbers.items()}} if gate else {}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _tau(length: AcceptLength | None) -> str:
