@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | more tokens accepted, each at a higher price | a good candidate, `deepened` | ``slower`` |
 | better on new traffic, worse on anchors | trained on new traffic and on `misled` anchors | ``anchors_lost`` |
-| better only where answers loop | trained on looping answers, shown as if they did not (`unmarked`) | ``looping_only`` |
+| better only where answers loop | trained on looping answers, `unmarked` as such | ``looping_only`` |
 | judged by what it learnt | trained on the very sessions that judge | ``leaked`` |
 | worse everywhere | `noised` | ``anchors_lost``, ``not_better`` |
 """
@@ -31,7 +31,9 @@ def deepened(folder: Path, out: Path, layers: int) -> None:
         for name, tensor in tensors.items():
             if name.startswith(last):
                 silent = name.endswith(("o_proj.weight", "down_proj.weight"))
-                deeper[f"layers.{index}.{name.removeprefix(last)}"] = torch.zeros_like(tensor) if silent else tensor
+                deeper[f"layers.{index}.{name.removeprefix(last)}"] = (
+                    torch.zeros_like(tensor) if silent else tensor.clone()
+                )
     save(out, replace(config, layers=config.layers + layers), deeper, f"Drafts like {folder.name}, only slower.\n")
 
 

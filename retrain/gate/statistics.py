@@ -16,6 +16,10 @@ from msgspec import Struct
 Array = npt.NDArray[np.float64]
 
 POWER = 0.8
+
+LEAST_ERROR = 0.5
+"""Share of the sample's standard error below which no draw's is believed: it missed the one session that differs."""
+
 NORMAL = NormalDist()
 
 
@@ -51,16 +55,16 @@ def bounds(pairs: Array, *, level: float, draws: int, seed: int) -> Bounds:
 def distribution(pairs: Array, *, draws: int, seed: int) -> Array:
     """What the gain may be, [draws]: its quantiles are the bootstrap-t bounds, second-order accurate on either side.
 
-    Few sessions of very unequal length are what makes plain percentiles too narrow; dividing each draw's error by that
-    draw's own standard error mends it. Source: Efron & Tibshirani, An Introduction to the Bootstrap, 12.5.
+    A few sessions of very unequal length make plain percentiles too narrow; dividing each draw's error by that draw's
+    own standard error mends it. Source: Efron & Tibshirani, An Introduction to the Bootstrap, 12.5.
     """
     sessions = len(pairs)
     moments = _moments(pairs)
     estimate, error = _gain(moments.sum(0), sessions)
     times = np.random.default_rng(seed).multinomial(sessions, np.full(sessions, 1 / sessions), size=draws)
     drawn, errors = _gain(times @ moments, sessions)
-    off = np.divide(drawn - estimate, errors, out=np.zeros(draws), where=errors > 1e-12)
-    possible: Array = estimate - off * error
+    least = max(LEAST_ERROR * float(error), 1e-12)
+    possible: Array = estimate - (drawn - estimate) * error / np.maximum(errors, least)
     return possible
 
 

@@ -30,7 +30,7 @@ def sessions(target: FrozenTarget, checkpoint: Path) -> list[Sample]:
     answered = []
     for seed in range(20, 28):
         prompt = random_tokens(30, seed)
-        answer = serve(target, checkpoint, prompt, None, length=3, stop=319, most=32).tokens
+        answer = serve(target, checkpoint, prompt, None, length=3, stop=319, most=24).tokens
         tokens = [*prompt, *answer]
         answered.append(make_sample(tokens, [(30, len(tokens))], id=f"turn-{seed}", session=f"session-{seed}"))
     return answered
