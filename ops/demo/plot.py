@@ -46,12 +46,12 @@ def draw(result: Result, file: Path) -> None:
             va="top", ha="left", fontsize=9, color="0.2", rotation=90,
         )  # fmt: skip
     above.set_ylabel("accept length\n(tokens a verify step)")
-    above.set_ylim(bottom=1.0)
+    above.set_ylim(bottom=1.0, top=1.25 * max(_tau(rows, index) for index in range(len(rows))))
     below.set_ylabel("ms a token")
     below.set_ylim(bottom=0)
     below.set_xlabel("sessions, in the order they were served")
     above.set_title("An agent is rewritten: its drafter falls behind, is retrained on the traffic, and is swapped in")
-    above.legend(loc="upper right", frameon=True, framealpha=0.9, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(LABELS), frameon=False, fontsize=9)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
