@@ -185,8 +185,8 @@ class PrefixCache:
         self._idle[sequence.used] = sequence
 
     def drop_draft_kv(self, version: DrafterVersion) -> None:
-        """Forget the draft K/V of a version that no running sequence has."""
-        del self.draft_kv[version]
+        """Forget the draft K/V of a version that no running sequence has, if there is any."""
+        self.draft_kv.pop(version, None)
         for sequence in self._idle.values():
             if sequence.drafter == version:
                 sequence.drafter = None

@@ -61,6 +61,8 @@ class CostMeter:
     def advance(self) -> bool:
         """Run one more pass of what has not been measured; False if all has been. For when there is nothing to run."""
         loaded = self._core.versions.loaded
+        if self._measuring is not None and self._measuring[0] not in (None, *loaded):
+            self._measuring = None
         if self._measuring is None:
             missing = next((version for version in loaded if version not in self._drafts), None)
             if self._verify is None:
@@ -141,7 +143,7 @@ class CostMeter:
 def _timed(
     run: Callable[[int, int], None], contexts: Sequence[int], counts: Sequence[int], seconds: float
 ) -> Measuring:
-    """Medians of ``run(context, count)``: all counts of one context, then of the next, over and over for ``seconds``."""
+    """Medians of ``run(context, count)``, taken in turn, all counts of one context after another, for ``seconds``."""
     samples: dict[int, list[list[float]]] = {}
     spent = 0.0
     for count in counts:

@@ -21,7 +21,7 @@ def make_dflash(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
         config = DFlashConfig.for_target(
             load_config(target), identity(target), layers=layers, block_size=block_size, mask_token_id=3
         )
-        config = replace(config, feature_layers=(0, 1), **overrides)
+        config = replace(config, **({"feature_layers": (0, 1)} | overrides))
         generator = torch.Generator().manual_seed(seed)
         tensors = {
             name: torch.randn(shape, generator=generator) * 0.2 + ("norm" in name)

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.chat.renderer import Renderer
 from redraft.engine.chat.tokenizer import Tokenizer
+from redraft.engine.policy.cost import CostGrid, CostTable
 from redraft.engine.types import (
     Capabilities,
     Commit,
@@ -150,6 +151,9 @@ class ScriptedEngine:
     async def activate(self, pointer: DrafterPointer) -> None: ...
 
     async def set_speculation(self, scope: SpeculationScope, on: bool) -> None: ...
+
+    async def costs(self) -> CostTable:
+        return CostTable(verify=CostGrid((512,), (1,), ((20.0,),)), draft={})
 
     async def close(self) -> None:
         self.shut = True

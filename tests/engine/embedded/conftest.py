@@ -10,12 +10,17 @@ import torch
 from redraft.engine.chat.grammar import GrammarCompiler
 from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints.checkpoint import load_config
+from redraft.engine.checkpoints.identity import identity
 from redraft.engine.drafters.base import Drafter
+from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.model import Target
 from redraft.engine.policy.fixed import FixedLength
-from redraft.engine.types import Commit, GenerationRequest
+from redraft.engine.types import Commit, DrafterVersion, GenerationRequest
+
+SLOTS = 8192
+VERSION = DrafterVersion("dflash", "test")
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +48,20 @@ def make_core(tiny_target: Target, tiny_checkpoint: Path) -> Callable[..., Engin
             "max_running": 8,
             "max_waiting": 64,
         }
-        slots = overrides.pop("slots", 8192)
+        slots = overrides.pop("slots", SLOTS)
         target = overrides.pop("target", tiny_target)
         return EngineCore(target, target.new_kv(slots), **(settings | overrides))
+
+    return make
+
+
+@pytest.fixture
+def make_drafter(
+    make_dflash: Callable[..., Path], tiny_checkpoint: Path, tiny_target: Target
+) -> Callable[..., DFlashDrafter]:
+    def make(seed: int = 0, version: DrafterVersion = VERSION, **overrides: Any) -> DFlashDrafter:
+        folder = make_dflash(tiny_checkpoint, seed=seed, **overrides)
+        return DFlashDrafter(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
 
     return make
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from redraft.engine.drafters.base import DraftSequence, Proposal
@@ -208,6 +209,38 @@ def test_verify_steps_account_for_every_token_but_the_first(make_core: MakeCore)
             assert step.committed[: step.accepted] == step.drafted[: step.accepted]
             assert len(step.committed) - step.accepted in (0, 1)
             assert step.total_rows >= step.block_length + 1
+
+
+def test_steps_tell_the_targets_entropy_and_that_a_fixed_length_was_not_chosen(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The entropy of the target's own distribution, whatever was asked of the sampler."""
+    asked = [
+        request(
+            str(seed),
+            sampling=SamplingParams(temperature=0.3, top_k=2, frequency_penalty=1.0, logit_bias=((9, 5.0),), seed=seed),
+        )
+        for seed in (1, 2)
+    ]
+    truth = answers(run(make_core(), asked))
+    drafter = ScriptedDrafter([[*each.prompt_ids, *truth[each.request_id, 0]] for each in asked], 0.3)
+    expected: dict[tuple[int | None, int], float] = {}
+    choose = TokenChooser.choose
+
+    def watched(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:
+        distribution = torch.distributions.Categorical(logits=logits.double())
+        expected[self._seed, position] = float(distribution.entropy())
+        return choose(self, logits, arg_max, position)
+
+    monkeypatch.setattr(TokenChooser, "choose", watched)
+    commits = run(make_core(drafter), asked)
+    assert answers(commits) == truth
+    steps = [(commit.seed, commit.verify_step) for commit in commits if commit.verify_step]
+    assert any(step.accepted for _, step in steps)
+    for seed, step in steps:
+        assert step.explored
+        positions = range(step.position + 1, step.position + 1 + len(step.committed))
+        assert step.target_entropy == pytest.approx([expected[seed, position] for position in positions], rel=1e-3)
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 16])

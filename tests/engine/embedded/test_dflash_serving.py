@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from redraft.engine.checkpoints.identity import identity
 from redraft.engine.drafters.base import Drafter, DraftSequence
 from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
@@ -25,23 +23,12 @@ from redraft.engine.types import (
     VerifyStep,
 )
 
-from .conftest import answers, run
+from .conftest import SLOTS, VERSION, answers, run
 from .test_core import SAMPLINGS, mixed_requests
 
 pytestmark = pytest.mark.unit
 MakeCore = Callable[..., EngineCore]
 MakeDrafter = Callable[..., DFlashDrafter]
-SLOTS = 8192
-VERSION = DrafterVersion("dflash", "test")
-
-
-@pytest.fixture
-def make_drafter(make_dflash: Callable[..., Path], tiny_checkpoint: Path, tiny_target: Target) -> MakeDrafter:
-    def make(seed: int = 0, version: DrafterVersion = VERSION) -> DFlashDrafter:
-        folder = make_dflash(tiny_checkpoint, seed=seed)
-        return DFlashDrafter(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
-
-    return make
 
 
 def ask(name: str, prompt: list[int], max_tokens: int = 24) -> GenerationRequest:

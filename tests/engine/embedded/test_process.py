@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -15,7 +16,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.config import EngineConfig
+from redraft.engine.drafters.loading import content_id
+from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded import wire
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.embedded.server import Connection, EngineServer, build_core, main
@@ -34,6 +38,7 @@ from redraft.engine.types import (
 pytestmark = pytest.mark.integration
 
 DEADLINE = 60
+NGRAM = NgramDrafter.version
 
 
 class Process:
@@ -194,14 +199,152 @@ def test_speculation_and_drafters_are_switched_over_the_socket(process: Process)
         assert not (await engine.health()).speculation
         await engine.set_speculation(SpeculationScope("all"), on=True)
         assert (await engine.health()).speculation
-        ngram = DrafterVersion("ngram", "builtin")
         capabilities = await engine.capabilities()
-        await engine.load_drafter(ngram, Path("/nowhere"))
-        await engine.activate(DrafterPointer(target=capabilities.target, serving=ngram))
+        await engine.load_drafter(NGRAM, Path("/nowhere"))
+        await engine.activate(DrafterPointer(target=capabilities.target, serving=NGRAM))
         with pytest.raises(RequestRefused, match="dflash v1"):
             await engine.activate(DrafterPointer(target=capabilities.target, serving=DrafterVersion("dflash", "v1")))
 
     with_engine(process, scenario)
+
+
+@pytest.fixture(scope="module")
+def drafters(make_dflash: Callable[..., Path], tiny_checkpoint: Path) -> dict[DrafterVersion, Path]:
+    folders = [make_dflash(tiny_checkpoint, seed=seed) for seed in range(3)]
+    return {DrafterVersion("dflash", content_id(folder)): folder for folder in folders}
+
+
+def test_sessions_go_on_while_drafters_are_loaded_and_swapped(
+    process: Process, drafters: dict[DrafterVersion, Path]
+) -> None:
+    async def scenario(engine: EmbeddedEngine) -> None:
+        target = (await engine.capabilities()).target
+        expected = await collect(engine.generate(request("alone", max_tokens=100, speculation=False)))
+        order = list(drafters.items()) * 2
+        started = [asyncio.Event() for _ in order]
+
+        async def answer(name: int) -> list[Commit]:
+            commits = []
+            async for commit in engine.generate(request(str(name), max_tokens=100)):
+                started[name].set()
+                commits.append(commit)
+            return commits
+
+        running: list[asyncio.Task[list[Commit]]] = []
+        for token, (version, folder) in enumerate(order):
+            await engine.load_drafter(version, folder)
+            await engine.load_drafter(version, folder)
+            pointer = DrafterPointer(target=target, serving=version, previous=order[token - 1][0], token=token)
+            await engine.activate(pointer)
+            await engine.activate(pointer)
+            assert (await engine.health()).drafter == version
+            if token > 1:
+                await running[token - 2]
+            running.append(asyncio.create_task(answer(token)))
+            await started[token].wait()
+        for task, (version, _) in zip(running, order, strict=True):
+            commits = await task
+            assert [token for commit in commits for token in commit.token_ids] == expected
+            assert {commit.verify_step.drafter for commit in commits if commit.verify_step} - {NGRAM} == {version}
+        assert (await engine.capabilities()).hot_swap
+
+    with_engine(process, scenario)
+
+
+def test_a_drafter_that_cannot_be_loaded_or_activated_is_refused_in_words_and_changes_nothing(
+    process: Process, drafters: dict[DrafterVersion, Path], tmp_path: Path
+) -> None:
+    (version, folder), *_ = drafters.items()
+    broken = Path(shutil.copytree(folder, tmp_path / "broken"))
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    other = DrafterVersion("dflash", "0123456789abcdef")
+
+    async def scenario(engine: EmbeddedEngine) -> None:
+        before = await engine.health()
+        for wanted, path, message in (
+            (DrafterVersion("dflash", content_id(broken)), broken, "model.safetensors"),
+            (other, folder, f"holds drafter {version.id}, not {other.id}"),
+            (other, tmp_path / "nowhere", "is no drafter checkpoint"),
+            (other, weights, "is no drafter checkpoint"),
+            (DrafterVersion("eagle9", "x"), folder, "of kind eagle9; this engine serves dflash and ngram"),
+        ):
+            with pytest.raises(RequestRefused, match=message):
+                await engine.load_drafter(wanted, path)
+        target = (await engine.capabilities()).target
+        with pytest.raises(RequestRefused, match="is not loaded"):
+            await engine.activate(DrafterPointer(target=target, serving=other, token=100))
+        assert await engine.health() == before
+        assert len(await collect(engine.generate(request("after")))) == 20
+
+    with_engine(process, scenario)
+
+
+def test_costs_are_known_from_the_start_and_of_a_loaded_drafter_once_there_is_nothing_to_run(
+    process: Process, drafters: dict[DrafterVersion, Path]
+) -> None:
+    *_, (version, folder) = drafters.items()
+
+    async def scenario(engine: EmbeddedEngine) -> None:
+        table = await engine.costs()
+        assert "builtin" in table.draft
+        assert table.verify.at(3, 100) > 0
+        await engine.load_drafter(version, folder)
+        async with asyncio.timeout(DEADLINE):
+            while version.id not in (await engine.costs()).draft:
+                await asyncio.sleep(0.01)
+
+    with_engine(process, scenario)
+
+
+def test_a_registered_drafter_serves_from_the_start(
+    tiny_checkpoint: Path, drafters: dict[DrafterVersion, Path]
+) -> None:
+    (version, folder), *_ = drafters.items()
+    asked = []
+
+    def serving(identity: str) -> tuple[DrafterVersion, Path]:
+        asked.append(identity)
+        return version, folder
+
+    config = EngineConfig(model=str(tiny_checkpoint), threads=1, kv_bytes=4 << 20)
+    core, capabilities = build_core(config, serving)
+    assert core.drafter is not None
+    assert (core.drafter.version, core.versions.fault, asked) == (version, "", [capabilities.target])
+
+
+def test_a_registered_drafter_that_cannot_be_loaded_is_told_and_the_configured_one_serves(
+    tiny_checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(identity: str) -> tuple[DrafterVersion, Path]:
+        return DrafterVersion("dflash", "gone"), tmp_path / "gone"
+
+    def faulty(identity: str) -> tuple[DrafterVersion, Path]:
+        raise OSError("the registry's disk is gone")
+
+    for serving, words in ((gone, "gone is no drafter checkpoint"), (faulty, "OSError: the registry's disk is gone")):
+        config = EngineConfig(model=str(tiny_checkpoint), threads=1, kv_bytes=4 << 20, drafter="ngram")
+        server = EngineServer(*build_core(config, serving), tmp_path / "engine.sock", ThreadGovernor(1))
+        assert server._health.drafter == NGRAM
+        assert server._health.ready
+        assert words in server._health.detail
+        assert words in caplog.text
+        activate = wire.Activate(0, DrafterPointer(target=server._capabilities.target, serving=NGRAM))
+        server._handle(Connection(Mock()), activate)
+        assert server._health.detail == ""
+        server._io.close()
+
+
+def test_a_bad_drafter_is_told_before_the_target_is_loaded(
+    tiny_checkpoint: Path, drafters: dict[DrafterVersion, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (_, folder), *_ = drafters.items()
+    lacking = Path(shutil.copytree(folder, tmp_path / "lacking"))
+    (lacking / "model.safetensors").unlink()
+    monkeypatch.setattr("redraft.engine.embedded.server.Target", Mock(side_effect=AssertionError("loaded")))
+    for drafter, message in (("ngrams", "is neither none, ngram"), (str(lacking), "neither model.safetensors nor")):
+        with pytest.raises(CheckpointError, match=message):
+            build_core(EngineConfig(model=str(tiny_checkpoint), drafter=drafter))
 
 
 def test_a_file_where_the_socket_has_to_be_ends_the_start_and_is_left_alone(
