@@ -135,10 +135,10 @@ class DriftMonitor:
         known = [r for r in self._memory.references if (r.drafter, r.stratum) != key]
         if reference.sessions < MIN_SESSIONS or reference in self._memory.references:
             return
-        self._memory.references = [*known, reference]
+        self._memory.references = [*known, reference][-MAX_VERSIONS * MAX_STRATA :]
         if key in self._cells:
             cell = self._cells[key]
-            cell.reference, cell.chart = reference, Chart()
+            cell.reference, cell.chart, cell.exposure = reference, Chart(), None
             cell.learning.clear()
             self._watches.pop(key, None)
 

@@ -22,6 +22,9 @@ class Estimate(Struct, frozen=True):
     high: float
     sessions: int
 
+    def __str__(self) -> str:
+        return f"{self.effect:+.1%} ({self.low:+.1%} to {self.high:+.1%})"
+
 
 class DriftSignal(Struct, frozen=True, kw_only=True, tag="drift"):
     """Accept length of a drafter changed in a stratum, or (``stratum`` None) over all of them.
@@ -37,6 +40,11 @@ class DriftSignal(Struct, frozen=True, kw_only=True, tag="drift"):
     direction: Direction
     estimate: Estimate
     reference: Reference | None
+
+    def __str__(self) -> str:
+        at = self.stratum
+        where = f"{at.tenant}/{at.agent_type}, context ≤ {at.context_bucket}, {at.mode}" if at else "all strata"
+        return f"{self.direction} in {where}: {self.estimate} over {self.estimate.sessions} sessions"
 
 
 class StratumStatus(Struct, frozen=True, kw_only=True):

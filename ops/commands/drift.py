@@ -13,7 +13,7 @@ from rich.table import Table
 
 from redraft.engine.checkpoints import identity, resolve
 from redraft.feedback.drift.monitor import DriftMonitor
-from redraft.feedback.drift.signal import DriftSignal, DriftStatus, Estimate, StratumStatus
+from redraft.feedback.drift.signal import DriftSignal, DriftStatus, StratumStatus
 from redraft.feedback.events import START, Cursor, TurnEvent
 from redraft.feedback.segments import SegmentDamaged, SegmentLog
 from redraft.ops.commands.options import ConfigPath, load
@@ -117,24 +117,15 @@ def _row(row: StratumStatus) -> tuple[str, ...]:
         str(row.sessions),
         f"{length.tau:.2f} ({length.committed}/{length.verify_steps})" if length.tau is not None else "-",
         f"{row.reference_tau:.2f}" if row.reference_tau is not None else "-",
-        _change(row.estimate) if row.estimate else "-",
+        str(row.estimate) if row.estimate else "-",
         f"{state}{', new' if row.new else ''}",
         _moment(row.since) if row.since is not None and row.state == "drifted" else "-",
     )
 
 
 def _sentence(signal: DriftSignal) -> str:
-    at = signal.stratum
-    where = f"{at.tenant}/{at.agent_type}, context ≤ {at.context_bucket}, {at.mode}" if at else "all strata"
-    return (
-        f"{_moment(signal.time)}  {signal.direction} in {where}: {_change(signal.estimate)} over "
-        f"{signal.estimate.sessions} sessions since {_moment(signal.since)} "
-        f"({signal.drafter.kind}:{signal.drafter.id[:8]})"
-    )
-
-
-def _change(estimate: Estimate) -> str:
-    return f"{estimate.effect:+.1%} ({estimate.low:+.1%} to {estimate.high:+.1%})"
+    drafter = f"{signal.drafter.kind}:{signal.drafter.id[:8]}"
+    return f"{_moment(signal.time)}  {signal} since {_moment(signal.since)} ({drafter})"
 
 
 def _moment(seconds: float) -> str:
