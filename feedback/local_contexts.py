@@ -172,13 +172,14 @@ class LocalContextStore:
 
     def _forget(self, path: Path, stale: Callable[[TurnContext], bool]) -> int:
         """Take turns out of a file, in one step; returns how many."""
+        new = path.with_name(f".{path.name}.new")
         with suppress(FileNotFoundError), _locked(path):
+            new.unlink(missing_ok=True)
             turns = [context for _, context in self._read(path)]
             keep = [context for context in turns if not stale(context)]
             if not keep:
                 path.unlink()
             elif len(keep) < len(turns):
-                new = path.with_name(f".{path.name}.new")
                 with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                     before: tuple[int, ...] = ()
                     for context in keep:

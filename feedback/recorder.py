@@ -124,11 +124,7 @@ class Recorder:
             self._changed.notify_all()
 
     def _write(self, batch: Sequence[Turn]) -> None:
-        captured: list[Captured] = []
-        try:
-            captured += map(self._capture, batch)
-        except Exception as error:  # noqa: BLE001 (a fault of ours costs events, never serving)
-            self._drop("fault", len(batch) - len(captured), repr(error))
+        captured = [each for turn in batch if (each := self._captured(turn)) is not None]
         for pause in (*RETRY_SECONDS, None):
             try:
                 self._store(captured)
@@ -140,6 +136,13 @@ class Recorder:
             except Exception as error:  # noqa: BLE001 (as above)
                 self._drop("fault", len(captured), repr(error))
                 return
+
+    def _captured(self, turn: Turn) -> Captured | None:
+        try:
+            return self._capture(turn)
+        except Exception as error:  # noqa: BLE001 (a fault of ours costs events, never serving)
+            self._drop("fault", 1, repr(error))
+            return None
 
     def _store(self, captured: Sequence[Captured]) -> None:
         """Contexts first: an event never refers to one that is yet to be written."""
@@ -160,7 +163,7 @@ class Recorder:
         try:
             self._sink.maintain(now)
             self.metrics.removed("turn", self._contexts.expire(now - self._config.retention_days * DAY))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 (as above)
             self._complain(f"what is too old could not be removed: {error}")
 
     def _drop(self, cause: DropCause, turns: int, why: str) -> None:

@@ -121,6 +121,19 @@ def test_turns_expire_by_their_time_and_the_rest_of_a_session_stays(tmp_path: Pa
     assert files(tmp_path) == []
 
 
+def test_what_a_crash_left_of_a_rewriting_is_forgotten_with_its_session(tmp_path: Path) -> None:
+    store = LocalContextStore(tmp_path)
+    for context in a_session(2):
+        store.put(context)
+    (path,) = files(tmp_path)
+    left = path.with_name(f".{path.name}.new")
+    left.write_bytes(path.read_bytes())
+    assert len(list(store.ids("default"))) == 2
+    assert store.expire(0) == 0
+    assert store.erase("default", "s") == 2
+    assert files(tmp_path) == []
+
+
 def test_beyond_its_bytes_the_sessions_begun_first_go(tmp_path: Path) -> None:
     contexts = [make_context(range(500), session=str(at), time=1000.0 + at) for at in range(20)]
     unbounded = LocalContextStore(tmp_path)

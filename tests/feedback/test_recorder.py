@@ -190,16 +190,28 @@ def test_of_two_recorders_on_one_folder_the_second_drops_until_the_first_is_gone
     assert [event.origin.request_id for event in events] == ["a", "c"]
 
 
-def test_a_fault_of_the_policy_costs_its_batch_and_ends_nothing(tmp_path: Path) -> None:
-    capture = make_capture()
-    broken = make_turn([make_step(3, [5], [6])], time=float("nan"))
-    recorder = make_recorder(tmp_path, FakeSink(), capture)
-    recorder.record(broken)
-    assert recorder.flush(10)
+def test_a_fault_of_the_policy_costs_its_turn_and_ends_nothing(tmp_path: Path) -> None:
+    release = threading.Event()
+    recorder = make_recorder(tmp_path, FakeSink(lambda: bool(release.wait()) and None))
     recorder.record(make_turn())
+    for name in "abc":
+        broken = {"time": float("nan")} if name == "b" else {}
+        recorder.record(make_turn([make_step(3, [5], [6])], request_id=name, **broken))
+    release.set()
     assert recorder.flush(10)
     assert dropped(recorder.metrics) == {"fault": 1}
-    assert value(recorder.metrics, "recorded_turns_total") == 1
+    assert value(recorder.metrics, "recorded_turns_total") == 3
+    recorder.close()
+
+
+def test_a_fault_of_retention_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = FakeSink()
+    sink.maintain = lambda now: 1 // 0  # type: ignore[assignment,method-assign,return-value]
+    recorder = make_recorder(tmp_path, sink)
+    recorder.record(make_turn())
+    assert recorder.flush(10)
+    assert len(sink.events) == 1
+    assert "could not be removed" in caplog.text
     recorder.close()
 
 
