@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +56,7 @@ def drift(
     try:
         with _display(console) as show:
             result = asyncio.run(_play(fast, show))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         raise CliError("interrupted; nothing was left running") from None
     (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     draw(result, out / "drift.png")
@@ -103,6 +104,10 @@ async def _play(fast: bool, show: _Display) -> Result:
     async def conclude(story: Story) -> Result:
         return await _conclude(story, fast, began, show)
 
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     began = time.time()
     return await play(FAST if fast else FULL, show.tell, show.tick, conclude)
 

@@ -43,8 +43,15 @@ class Client:
     Log-probabilities are asked for because with them every commit is a chunk of its own, which times can be read off.
     """
 
-    def __init__(self, url: str, model: str, agent: str, max_tokens: int = MAX_TOKENS) -> None:
-        self._http = httpx.AsyncClient(base_url=url, timeout=TURN_SECONDS, trust_env=False)
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        agent: str,
+        max_tokens: int = MAX_TOKENS,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        self._http = httpx.AsyncClient(base_url=url, timeout=TURN_SECONDS, trust_env=False, transport=transport)
         self._model = model
         self._agent = agent
         self._max_tokens = max_tokens
