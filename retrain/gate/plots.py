@@ -76,15 +76,21 @@ def _distribution(axis: Axes, report: Report, part: Comparison, limit: float) ->
     drawn = distribution(times, draws=int(report.config["draws"]), seed=int(report.config["seed"])) * 100
     left, right = np.quantile(drawn, (0.001, 0.999))
     axis.hist(drawn, bins=60, range=(left, right), color=NEW, alpha=0.3)
-    axis.axvline(gain.estimate * 100, color=NEW, linewidth=1.8, label=f"estimate {percent(gain.estimate)}")
-    axis.axvline(gain.lower * 100, color=NEW, linewidth=1.2, linestyle="--", label=f"at least {percent(gain.lower)}")
-    axis.axvline(gain.upper * 100, color=NEW, linewidth=1.2, linestyle=":", label=f"at most {percent(gain.upper)}")
-    axis.axvline(limit * 100, color=LIMIT, linewidth=1.8, label="no gain" if not limit else f"margin {percent(limit)}")
+    axis.axvline(gain.estimate * 100, color=NEW, ymax=0.68, linewidth=1.8, label=f"estimate {percent(gain.estimate)}")
+    axis.axvline(
+        gain.lower * 100, color=NEW, ymax=0.68, linewidth=1.2, linestyle="--", label=f"at least {percent(gain.lower)}"
+    )
+    axis.axvline(
+        gain.upper * 100, color=NEW, ymax=0.68, linewidth=1.2, linestyle=":", label=f"at most {percent(gain.upper)}"
+    )
+    axis.axvline(
+        limit * 100, color=LIMIT, ymax=0.68, linewidth=1.8, label="no gain" if not limit else f"margin {percent(limit)}"
+    )
     axis.set_title(f"{part.name.capitalize()}: change in goodput", loc="left", fontsize=11)
     axis.set_xlabel(f"%, each bound {report.level:.1%} sure")
     axis.set_yticks([])
     axis.spines["left"].set_visible(False)
-    axis.set_ylim(0, axis.get_ylim()[1] * 1.45)
+    axis.set_ylim(0, axis.get_ylim()[1] * 1.5)
     axis.legend(frameon=False, loc="upper center", ncols=2, fontsize=8.5)
 
 
