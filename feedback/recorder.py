@@ -130,6 +130,7 @@ class Recorder:
                 self._store(captured)
                 return
             except OSError as error:
+                self._maintain()
                 if pause is None or self._closing.wait(pause):
                     self._drop("storage", len(captured), str(error))
                     return

@@ -96,14 +96,14 @@ class SegmentLog:
             OSError: the disk is full, or the folder cannot be written.
         """
         frames = [_frame(_ENCODER.encode(event)) for event in events]
-        if self._file is not None and not os.fstat(self._file).st_nlink:
-            self.close()  # somebody removed the folder
+        self._let_go()
         if self._file is None or self._end >= self._segment_bytes:
             self._begin()
         self._write(b"".join(frames))
 
     def maintain(self, now: float) -> None:
         """Remove the oldest segments, while all of them take too many bytes, and those last written too long ago."""
+        self._let_go()
         try:
             segments = self._segments()
             if segments:
@@ -277,6 +277,11 @@ class SegmentLog:
         self._begun = time.time()
         self._synced = time.monotonic()
         self._retain(self._begun)
+
+    def _let_go(self) -> None:
+        """Of a segment that somebody removed: while it is open, the disk has no room from that."""
+        if self._file is not None and not os.fstat(self._file).st_nlink:
+            self.close()
 
     def _retain(self, now: float) -> None:
         sizes = {number: self._path(number).stat() for number in self._segments()}

@@ -159,6 +159,17 @@ def test_a_fault_that_passes_costs_nothing_and_one_that_stays_is_counted_and_sai
     assert [event.origin.request_id for event in sink.events] == ["a", "b"]
 
 
+def test_where_there_is_no_room_retention_makes_some_at_once(tmp_path: Path) -> None:
+    sink = FakeSink(full)
+    recorder = make_recorder(tmp_path, sink)
+    recorder.record(make_turn(request_id="a"))
+    assert recorder.flush(10)
+    sink.maintain = lambda now: setattr(sink, "fault", lambda: None)  # type: ignore[method-assign]
+    recorder.record(make_turn(request_id="b"))
+    recorder.close(10)
+    assert [event.origin.request_id for event in sink.events] == ["b"]
+
+
 def test_a_folder_that_cannot_be_written_is_said_once_and_everything_is_counted(
     unwritable: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

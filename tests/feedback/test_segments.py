@@ -43,6 +43,10 @@ def segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.seg"))
 
 
+def open_files() -> list[str]:
+    return [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+
+
 def test_what_is_appended_is_read_in_order_by_any_reader_at_any_pace(tmp_path: Path) -> None:
     log, reader = SegmentLog(tmp_path / "log", segment_bytes=1000), SegmentLog(tmp_path / "log")
     events = make_events(50)
@@ -231,6 +235,18 @@ def test_a_folder_that_is_removed_under_the_writer_is_made_again(tmp_path: Path)
     folder.rmdir()
     log.append(make_events(1, first=1))
     assert read_all(SegmentLog(folder)) == make_events(1, first=1)
+
+
+def test_a_segment_that_is_removed_under_the_writer_gives_its_room_back(tmp_path: Path) -> None:
+    log = SegmentLog(tmp_path)
+    log.append(make_events(1))
+    (path,) = segments(tmp_path)
+    path.unlink()
+    assert f"{path} (deleted)" in open_files()
+    log.maintain(time.time())
+    assert f"{path} (deleted)" not in open_files()
+    log.append(make_events(1, first=1))
+    assert read_all(log) == make_events(1, first=1)
 
 
 def test_what_a_full_disk_did_not_take_is_an_error_and_leaves_no_half_a_batch(tmp_path: Path) -> None:
