@@ -221,7 +221,7 @@ def test_held_out_answers_are_replayed_on_the_way_and_the_best_checkpoint_is_kep
 ) -> None:
     learnable = make_sample([*range(10, 40), *range(10, 40)], [(30, 60)], id="learnable")
     run = start("run", samples=[learnable], held_out=[learnable], steps=60, eval_every=15, warmup=5, loss="tokens")
-    lengths = []
+    lengths: list[int] = []
     evaluate = run.trainer._evaluate
 
     def spoilt() -> dict[str, float | list[float]]:
@@ -244,7 +244,7 @@ def test_held_out_answers_are_replayed_on_the_way_and_the_best_checkpoint_is_kep
     assert best.step == 15
     replayed = walk(learnable, DFlashReplay(DFlashModel.load(tmp_path / "run" / BEST, CPU), target)(learnable), 3)
     assert replayed.length == best.length
-    assert replayed.length.tau > (run.trainer.evaluated[0].length.tau or 0)
+    assert replayed.length.verify_steps < run.trainer.evaluated[0].length.verify_steps
 
 
 def test_how_a_step_is_cut_into_passes_does_not_change_it(start: Callable[..., Run], tmp_path: Path) -> None:
