@@ -21,6 +21,7 @@ import httpx
 import torch
 
 from redraft.engine.config import EngineConfig
+from redraft.engine.drafters.dflash_checkpoint import load_config
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
 from redraft.ops.bench.report import envelope, progress, spread
@@ -46,13 +47,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--commit", default=present_commit(), help="for a copy of the code without its history")
-    parser.add_argument("--block-size", type=int, default=16, help="the one that SGLang was started with")
     arguments = parser.parse_args()
     verify(arguments.data)
     samples = [s for s in load_samples(arguments.data, TEST) if s.greedy and not s.looping]
     prompts = [sample.token_ids[: sample.spans[0][0]] for sample in spread(samples, arguments.prompts)]
     progress(f"{len(prompts)} prompts through the embedded engine")
-    config = EngineConfig(model=arguments.model, drafter=arguments.drafter, block_size=arguments.block_size)
+    block_size = load_config(Path(arguments.drafter)).block_size
+    config = EngineConfig(model=arguments.model, drafter=arguments.drafter, block_size=block_size)
     ours, our_answers = _embedded(config, prompts, arguments.max_tokens)
     progress("the same through SGLang")
     _wait_for(arguments.url)
@@ -70,7 +71,7 @@ def main() -> None:
         for name, accept in (("embedded", ours), ("sglang", theirs))
     ]
     method = (
-        f"{METHOD} {len(prompts)} prompts, {arguments.max_tokens} tokens at most, block size {arguments.block_size}."
+        f"{METHOD} {len(prompts)} prompts, {arguments.max_tokens} tokens at most, block size {block_size}."
     )
     print(json.dumps(envelope("sglang_parity", method, arguments.commit, metrics, table) | {"device": _device()}))
 

@@ -37,8 +37,9 @@ python -m redraft.retrain.agent_target train "$work/agent-data" "$work/adapter" 
 python -m redraft.retrain.agent_target merge "$base" "$work/adapter" "$work/target"
 
 # The drafter: the merged target's own answers to every prompt.
-serve "$work/target" --max-running-requests 512
+serve "$work/target" --max-running-requests 512 --cuda-graph-max-bs 512
 redraft data generate "$work/data" --model "$work/target" --sglang "$url" --sampled 2
+redraft data generate "$work/data" --model "$work/target" --sglang "$url" --sampled 3 --source plain --source code
 python -m redraft.retrain.agent_target score "$work/data" "$work/agent-data" --model "$work/target"
 stop && server=
 redraft train dflash --data "$work/data" --out "$work/run" --model "$work/target" --config "$recipe"

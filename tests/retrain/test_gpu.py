@@ -72,6 +72,7 @@ def test_the_loss_is_the_cpu_s(distribution: bool) -> None:
         assert float((one - other).norm() / one.norm()) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.usefixtures("synchronising_is_an_error")
 @pytest.mark.parametrize("loss", ["tokens", "distribution"])
 def test_a_step_learns_and_never_waits_for_the_gpu(
