@@ -34,7 +34,7 @@ from redraft.retrain.traffic import TrafficConfig, TrafficData, collect, with_la
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
-DEAD_LAYERS = 45
+DEAD_LAYERS = 60
 """As many as make a draft about as dear as the pass that verifies it, several times over."""
 
 

@@ -34,6 +34,12 @@ AGENTS = {
 }
 """An assistant's name and its service."""
 
+_SALT = "1234"
+"""Chosen, by sizes alone, so that every assistant has its share of sessions before and after."""
+
+TOOLS = 15
+"""Fewest tools of an assistant: with them every prompt is of one context bucket, before and after."""
+
 INSTRUCTIONS = (
     "You are the {agent} agent of the Orbit platform. Policy: (1) act through the registered operations and never "
     "invent values; (2) ask for a required value that the request does not contain; (3) when an operation has "
@@ -125,8 +131,7 @@ _WORDS = {
 def sessions(*changes: Change) -> Iterator[Conversation]:
     """Every session of every assistant, in file order, with ``changes`` applied in turn.
 
-    A session is one request of a scenario and what is done about it, as long as it needs no other service; an assistant
-    has the tools that its requests need.
+    A session is one request of a scenario and what is done about it, as long as it needs no other service.
     """
     for session in _unchanged():
         changed = session
@@ -145,10 +150,16 @@ def _unchanged() -> tuple[Conversation, ...]:
         if (agent := _agent(scenario.tools, messages))
     ]
     used = {call.name for session in found for message in session.messages for call in message.tool_calls}
-    return tuple(
-        replace(session, tools=tuple(tool for tool in _tools(session.id.partition("/")[0]) if tool.name in used))
-        for session in found
-    )
+    return tuple(replace(session, tools=_offered(session.id.partition("/")[0], frozenset(used))) for session in found)
+
+
+@cache
+def _offered(agent: str, used: frozenset[str]) -> tuple[Tool, ...]:
+    """The tools that its requests need, and others up to `TOOLS`."""
+    others = [tool.name for tool in _tools(agent) if tool.name not in used]
+    needed = sum(tool.name in used for tool in _tools(agent))
+    kept = used | set(others[: max(0, TOOLS - needed)])
+    return tuple(tool for tool in _tools(agent) if tool.name in kept)
 
 
 @cache
@@ -311,7 +322,7 @@ def _place(session: Conversation) -> Literal["before", "after", "seen", "test"]:
     split = split_of(session.source, session.family)
     if split in ("train", "test"):
         return "seen" if split == "train" else "test"
-    return "before" if _digest(session.family) % 2 else "after"
+    return "before" if _digest(f"{_SALT}\0{session.family}") % 5 < 3 else "after"
 
 
 def _shuffled(found: Iterable[Conversation]) -> list[Conversation]:
