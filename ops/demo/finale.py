@@ -14,7 +14,7 @@ from redraft.engine.drafters.loading import bundled
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.server import build_core
-from redraft.engine.types import AcceptLength, GenerationRequest, StopConditions
+from redraft.engine.types import AcceptLength, Capabilities, GenerationRequest, StopConditions
 from redraft.feedback.contexts import TurnContext
 from redraft.feedback.events import START, Event
 from redraft.ops.bench.report import spread
@@ -184,11 +184,11 @@ def _events(story: Story) -> list[Event]:
         events += more
 
 
-def idle_engine(story: Story) -> Callable[[Path], EngineCore]:
+def idle_engine(story: Story) -> Callable[[Path], tuple[EngineCore, Capabilities]]:
     """An engine as the deployment's, that serves the drafter in a folder."""
 
-    def make(folder: Path) -> EngineCore:
+    def make(folder: Path) -> tuple[EngineCore, Capabilities]:
         config = story.served.config.engine
-        return build_core(EngineConfig(model=config.model, drafter=str(folder), block_size=config.block_size))[0]
+        return build_core(EngineConfig(model=config.model, drafter=str(folder), block_size=config.block_size))
 
     return make
