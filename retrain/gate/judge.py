@@ -20,7 +20,7 @@ from redraft.engine.drafters.loading import content_id
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.cost import CostTable
-from redraft.engine.types import DrafterVersion, Stratum
+from redraft.engine.types import Capabilities, DrafterVersion, Stratum
 from redraft.feedback.drift.reference import Reference, make_reference
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
@@ -58,7 +58,7 @@ def judge(
     new: Path,
     target: FrozenTarget,
     costs: CostTable,
-    engine: Callable[[Path], EngineCore],
+    engine: Callable[[Path], tuple[EngineCore, Capabilities]],
     seen: TrainingRecord,
     block_length: int,
     config: GateConfig,
@@ -69,9 +69,9 @@ def judge(
     """Judge the drafter in ``new`` by whole sessions, against the one in ``old`` (None: the floor, n-gram).
 
     ``gate`` are answers of new traffic and ``anchors`` of what must not be lost: greedy, without penalties, bias or
-    grammar; others are counted as unusable. ``engine`` makes an idle engine, as the deployment has it, that serves the
-    drafter in a folder. ``seen`` is what ``new`` and its ancestors learnt from. ``look`` counts the tests of this
-    series, from 1; later ones are held to more. With ``stratum`` the report has a reference for drift a stratum.
+    grammar; sampled and overlong ones are counted as unusable. ``engine`` makes an idle engine that serves the drafter
+    in a folder, as `build_core` does. ``seen`` is what ``new`` and its ancestors learnt from. ``look`` counts the tests
+    of this series, from 1; later ones are held to more. With ``stratum`` the report has a reference for drift a stratum.
     Raises `DrafterError` if a folder holds no drafter of the target, `TrainingError` if ``costs`` lacks the old one's.
     """
     folders = [new] if old is None else [old, new]
@@ -107,7 +107,8 @@ def judge(
     answers = _replay_all(kept, old, new, target, prices, block_length, progress)
     rows = [row for kind in answers for row in session_rows(kind, answers[kind])]
     found = _comparisons(rows, level, config)
-    parity = check_parity(engine(new), _for_parity(answers, config), block_length, config.parity_tolerance)
+    core, can = engine(new)
+    parity = check_parity(core, can.lossless, _for_parity(answers, config), block_length, config.parity_tolerance)
     new_traffic, kept_anchors, looping = (found.get(name) for name in (NEW_TRAFFIC, ANCHORS, LOOPING))
     evidence = Evidence(
         sessions=new_traffic.sessions if new_traffic else 0,

@@ -11,6 +11,7 @@ from redraft.engine.drafters.loading import load_drafter
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.cost import CostGrid, CostTable
 from redraft.engine.policy.fixed import FixedLength
+from redraft.engine.types import Capabilities
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
@@ -22,6 +23,8 @@ from redraft.retrain.trainer import DRAFTER, Trainer
 from ..conftest import CPU, make_record, make_sample, random_tokens, serve
 
 SLOTS = 1024
+
+Built = tuple[EngineCore, Capabilities]
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +52,7 @@ def trained(
 ) -> Path:
     """A drafter that has learnt the sessions by heart."""
     folder = tmp_path_factory.mktemp("trained")
-    config = TrainConfig(steps=60, sequences=4, blocks=24, warmup=5, learning_rate=5e-3, save_every=60)
+    config = TrainConfig(steps=40, sequences=4, blocks=24, warmup=5, learning_rate=5e-3, save_every=40)
     record = make_record(config, target)
     capture = FeatureCapture(target.target, shape.feature_layers)
     strategy = DFlashStrategy(DFlashModel(shape, CPU, seed=0), target, config, record)
@@ -62,9 +65,9 @@ def trained(
 
 
 @pytest.fixture(scope="session")
-def engine(target: FrozenTarget, checkpoint: Path) -> Callable[[Path], EngineCore]:
-    def make(folder: Path) -> EngineCore:
-        return EngineCore(
+def engine(target: FrozenTarget, checkpoint: Path) -> Callable[[Path], Built]:
+    def make(folder: Path) -> Built:
+        core = EngineCore(
             target.target,
             target.target.new_kv(SLOTS),
             identity=target.identity,
@@ -76,6 +79,20 @@ def engine(target: FrozenTarget, checkpoint: Path) -> Callable[[Path], EngineCor
             block_size=4,
             max_running=1,
             max_waiting=1,
+        )
+        return core, Capabilities(
+            target=target.identity,
+            model_name="tiny",
+            context_length=512,
+            vocab_size=320,
+            max_prompt_tokens=511,
+            lossless="invariant",
+            parameters=frozenset(),
+            constrained_decoding=False,
+            logprobs=False,
+            hot_swap=True,
+            telemetry=True,
+            draft_prob=True,
         )
 
     return make

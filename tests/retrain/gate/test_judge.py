@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from redraft.engine.drafters.loading import content_id
-from redraft.engine.embedded.core import EngineCore
 from redraft.engine.types import Stratum
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import TrainingError
@@ -19,7 +18,7 @@ from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.report import Report
 from redraft.retrain.gate.seen import TrainingRecord
 
-from .conftest import cost_table
+from .conftest import Built, cost_table
 
 pytestmark = pytest.mark.unit
 
@@ -30,7 +29,7 @@ Judge = Callable[..., Report]
 
 @pytest.fixture
 def judged(
-    sessions: list[Sample], untrained: Path, trained: Path, target: FrozenTarget, engine: Callable[[Path], EngineCore]
+    sessions: list[Sample], untrained: Path, trained: Path, target: FrozenTarget, engine: Callable[[Path], Built]
 ) -> Judge:
     def run(**changes: Any) -> Report:
         arguments: dict[str, Any] = {
@@ -105,7 +104,7 @@ def test_sessions_that_training_saw_under_another_name_are_set_aside_until_they_
 def test_a_drafter_that_drafts_as_well_at_a_higher_price_is_slower(
     judged: Judge, untrained: Path, trained: Path, tmp_path: Path
 ) -> None:
-    deepened(trained, tmp_path / "deep", 12)
+    deepened(trained, tmp_path / "deep", 8)
     costs = cost_table(content_id(trained), content_id(untrained), verify=1.0, draft=10.0)
     report = judged(old=trained, new=tmp_path / "deep", costs=costs)
     assert report.draft_cost is not None
