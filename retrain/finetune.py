@@ -28,8 +28,8 @@ from redraft.retrain.replay import DFlashReplay
 from redraft.retrain.traffic import TrafficData
 from redraft.retrain.trainer import BEST, DRAFTER, STATE, HeldOut, Progress, Trainer, silent
 
-CAPTURE_ROWS = 256
-"""Tokens of a pass that reads features: about a second on one slow core."""
+CAPTURE_ROWS = {"cuda": 1 << 13, "cpu": 256}
+"""Tokens of a pass that reads features: half a second on one core."""
 
 
 class Candidate(Struct, frozen=True):
@@ -60,6 +60,8 @@ def finetune(
 ) -> Candidate:
     """Train ``serving``, a drafter of the target, on ``data`` in folder ``out``; a run that is there goes on.
 
+    To be called in a process of its own, after `redraft.retrain.background.be_background`. Held-out answers that were
+    sampled are replayed as if they were greedy: too low an accept length, but one that ranks steps alike.
     Shape, block size and mask token are the serving drafter's, whatever ``config`` says. SIGTERM and SIGINT save the
     state and raise `Stopped`. Raises `TrainingError` where there is nothing to learn from or ``out`` holds another run,
     `DrafterError` if ``serving`` is no drafter of the target.
@@ -84,7 +86,7 @@ def finetune(
     )
     with stopped_by_signals() as stop:
         duty = Duty(busy, stop)
-        capture = PatientCapture(target.target, shape.feature_layers, CAPTURE_ROWS, duty)
+        capture = PatientCapture(target.target, shape.feature_layers, CAPTURE_ROWS[device.type], duty)
         cache = FeatureCache(
             capture,
             features,

@@ -113,6 +113,9 @@ def test_a_drafter_is_trained_resumed_and_evaluated_from_the_command_line(
     assert record["command"].startswith("redraft train dflash --data")
     assert record["commit"] == "c0ffee"
     assert len(record["data"]) == 64
+    last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
+    assert last["held_out_committed"] == 3 * 14, "what does not loop of the calibrate split"
+    assert (run / "best" / "config.json").exists()
 
     code, _, err = redraft(*train)
     assert code == 1
