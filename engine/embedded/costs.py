@@ -147,8 +147,9 @@ def _timed(
     samples: dict[int, list[list[float]]] = {}
     spent = 0.0
     for count in counts:
-        spent += _seconds(run, contexts[0], count)
-        yield None
+        if spent < seconds:
+            spent += _seconds(run, contexts[0], count)
+            yield None
     for context in (*contexts,) * REPETITIONS:
         if samples and spent > seconds:
             break

@@ -97,10 +97,11 @@ def token_logprob(logits: Tensor, token: int, alternatives: int) -> TokenLogprob
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropies [rows], nats, of the softmax of logits [rows, vocab]."""
-    below = logits.float() - logits.amax(-1, keepdim=True)
-    weights = below.exp()
-    total = weights.sum(-1)
-    return total.log() - (weights * below).sum(-1) / total
+    scores = logits.float()
+    probabilities = scores.softmax(-1)
+    normaliser = scores.amax(-1) - probabilities.amax(-1).log()
+    mean: Tensor = torch.linalg.vecdot(probabilities, scores)
+    return (normaliser - mean).clamp(min=0)
 
 
 def filtered(scores: Tensor, params: SamplingParams) -> Tensor:

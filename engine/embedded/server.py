@@ -285,7 +285,7 @@ class EngineServer:
         return None
 
     def _load(self, connection: Connection, message: wire.LoadDrafter) -> None:
-        """Load a drafter, one at a time, on a thread that takes one core at most and leaves it to whoever wants it."""
+        """Load a drafter, one at a time, on a thread of its own; torch's count of threads is each thread's own."""
         torch.set_num_threads(1)
         with self._loading:
             outcome = _outcome(lambda: self._core.load_drafter(message.version, Path(message.path)))
