@@ -20,6 +20,9 @@ GIVE_UP = 0.4
 TAKE_BACK = 0.2
 """Cores that others keep busy, beyond whole ones, at which a thread is given up and taken back."""
 
+STALE_SECONDS = 60.0
+"""Without a pass for this long, what others did since the last one says nothing of now; a starved pass takes many."""
+
 _STAT = Path("/proc/stat")
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -78,7 +81,7 @@ class ThreadGovernor:
             return
         busy, own = self._busy_seconds(), time.process_time()
         others = (busy - self._started[1] - (own - self._started[2])) / elapsed
-        known = self._started[0] > 0 and elapsed < 10 * WINDOW_SECONDS
+        known = self._started[0] > 0 and elapsed < STALE_SECONDS
         self._started = (now, busy, own)
         threads = threads_for(others, self.threads, self._limit) if known else self.threads
         if threads != self.threads:

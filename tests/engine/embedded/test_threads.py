@@ -38,6 +38,11 @@ def test_a_busy_neighbour_takes_a_thread_and_gives_it_back(monkeypatch: pytest.M
             clock["busy"] += 2 + others
             governor.update()
             assert governor.threads == torch.get_num_threads() == expected
+        for elapsed, expected in ((threads.STALE_SECONDS, 2), (threads.STALE_SECONDS / 2, 1)):
+            clock["now"] += elapsed
+            clock["busy"] += elapsed
+            governor.update()
+            assert governor.threads == expected, "a starved pass is long, and what stood idle for longer is not known"
     finally:
         torch.set_num_threads(before)
 
