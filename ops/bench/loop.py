@@ -70,11 +70,11 @@ async def _run(quick: bool) -> dict[str, Any]:
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="redraft-") as folder:
-        async with deployed(Path(folder), plan.settings) as served:
+        async with deployed(Path(folder), plan.settings, plan.recipe) as served:
             rate, seconds = await _capacity(served, 12 if quick else 40)
             think = max(0.0, AGENTS / (LOAD * rate) - seconds)
             metrics["nospec_requests_per_s"] = rate
-            plan = replace(plan, concurrency=AGENTS, think=think)
+            plan = replace(plan, concurrency=AGENTS, think=think, think_training=think)
             story = Story(served, plan, progress, _ticked)
             try:
                 await story.play()

@@ -21,7 +21,6 @@ from redraft.retrain.data.sample import Sample
 from redraft.retrain.features_store import LocalStore
 from redraft.retrain.finetune import finetune
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened, misled, unmarked
 from redraft.retrain.gate.seen import TrainingRecord
@@ -64,7 +63,7 @@ async def offer_all(
             engine=finale.idle_engine(story),
             seen=offer.seen,
             block_length=story.served.config.engine.block_size - 1,
-            config=GateConfig(min_sessions=2, min_anchor_sessions=2),
+            config=story.served.config.gate,
         )
         verdict = report.verdict
         refused.append(Refused(poison=offer.poison, outcome=verdict.outcome, rule=verdict.rule, reason=verdict.reason))

@@ -45,8 +45,12 @@ class Deployed:
 
 
 @asynccontextmanager
-async def deployed(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[Deployed]:
+async def deployed(
+    folder: Path, settings: Mapping[str, Mapping[str, Any]], recipe: Mapping[str, Any]
+) -> AsyncIterator[Deployed]:
     """Run a deployment with ``settings`` in ``folder``, whose path must leave room for a socket's name.
+
+    Its candidates are trained by ``recipe``.
 
     It is stopped, by its supervisor's own orderly way, when the block ends for whatever reason. Raises `CliError` if it
     does not start.
@@ -55,6 +59,8 @@ async def deployed(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> A
     sections.setdefault("gateway", {})["port"] = 0
     for name in ("feedback", "retrain"):
         sections.setdefault(name, {})["folder"] = str(folder / name)
+    sections["retrain"]["recipe"] = str(folder / "recipe.yaml")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
     path = folder / "redraft.yaml"
     path.write_text(yaml.safe_dump(sections))
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("REDRAFT_", "XDG_RUNTIME"))}

@@ -16,7 +16,6 @@ from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, Capabilities, GenerationRequest, StopConditions
 from redraft.feedback.contexts import TurnContext
-from redraft.feedback.events import START, Event
 from redraft.ops.bench.report import spread
 from redraft.ops.demo.results import Judged, Refused
 from redraft.ops.demo.story import PhaseName, Story
@@ -25,12 +24,12 @@ from redraft.ops.feedback import open_contexts, open_log
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.replay import DFlashReplay, replay
-from redraft.retrain.traffic import TrafficConfig, TrafficData, collect, with_later_gate
+from redraft.retrain.traffic import TrafficData, collect, with_later_gate
+from redraft.retrain.traffic_config import TrafficConfig
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
@@ -144,7 +143,7 @@ async def offer_poisoned(
         engine=idle_engine(story),
         seen=TrainingRecord.of([*data.train, *data.replay, *data.validation]),
         block_length=story.served.config.engine.block_size - 1,
-        config=GateConfig(min_sessions=2, min_anchor_sessions=2, draws=2000),
+        config=story.served.config.gate,
         progress=progress,
     )
     return Refused(
@@ -158,7 +157,11 @@ async def offer_poisoned(
 def run_data(story: Story) -> TrafficData:
     """What the loop's run had to learn from and to judge by, and the sessions since."""
     assert story.signal is not None
-    events, store, traffic = _events(story), open_contexts(story.served.config), TrafficConfig(anchor_share=0.4)
+    events, store, traffic = (
+        list(open_log(story.served.config).events()),
+        open_contexts(story.served.config),
+        story.served.config.traffic,
+    )
     data = collect(events, store, target=story.target, since=story.signal.since, config=traffic)
     return with_later_gate(data, events, store, traffic)
 
@@ -172,16 +175,6 @@ def bundled_folder(story: Story) -> Path:
     if folder is None:
         raise CliError(f"no drafter is bundled for {story.served.model}; the demo needs one to begin with")
     return folder
-
-
-def _events(story: Story) -> list[Event]:
-    log, cursor = open_log(story.served.config), START
-    events: list[Event] = []
-    while True:
-        more, cursor = log.read(cursor, 1000)
-        if not more:
-            return events
-        events += more
 
 
 def idle_engine(story: Story) -> Callable[[Path], tuple[EngineCore, Capabilities]]:

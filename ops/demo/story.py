@@ -41,48 +41,67 @@ OUTCOMES = {0: "promoted", 10: "refused", 11: "inconclusive", 12: "too little to
 class Plan(Struct, frozen=True, kw_only=True):
     """How long each part is, in sessions; ``turns`` are the most that a session asks for.
 
-    ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``judged`` how
-    many sessions of families that nothing is trained on show what came of it. Agents think for ``think`` seconds on
-    average between requests.
+    ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect`` what
+    is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on show
+    what came of it. Agents think for ``think`` seconds on average between requests, and for ``think_training`` while
+    training runs. ``recipe`` is training's, ``settings`` are the deployment's.
     """
 
-    concurrency: int
+    concurrency: int = 2
     turns: int
     max_tokens: int
     think: float = 0.0
+    think_training: float
     before: int
     drift: int
     collect: int
     judged: int
+    recipe: dict[str, Any]
     settings: dict[str, dict[str, Any]]
 
 
+RECIPE = {
+    "sequences": 4,
+    "blocks": 16,
+    "loss": "distribution",
+    "weights": "dpace",
+    "learning_rate": 5e-4,
+    "warmup": 5,
+    "log_every": 5,
+    "save_every": 1000,
+}
 FULL = Plan(
-    concurrency=2,
     turns=4,
     max_tokens=96,
-    before=64,
+    think_training=2.0,
+    before=78,
     drift=60,
-    collect=50,
+    collect=45,
     judged=40,
+    recipe={**RECIPE, "steps": 80, "eval_every": 20, "held_out": 12},
     settings={
         "feedback": {"baseline_share": 1.0},
-        "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000},
+        "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
     },
 )
 FAST = Plan(
-    concurrency=2,
     turns=2,
     max_tokens=48,
-    before=38,
+    think_training=2.0,
+    before=40,
     drift=30,
-    collect=24,
+    collect=20,
     judged=10,
+    recipe={**RECIPE, "steps": 24, "sequences": 3, "eval_every": 24, "held_out": 4},
     settings={
         "feedback": {"baseline_share": 1.0},
-        "drift": {"learning_sessions": 30, "cooldown_sessions": 50},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000},
+        "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
+        "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
 )
+"""Small samples are given a wider margin, so that something can be decided."""
 
 
 class Phase(Struct, kw_only=True):
@@ -197,7 +216,7 @@ class Story:
             named_sessions(),
             concurrency=self.plan.concurrency,
             turns=self.plan.turns,
-            think=self.plan.think,
+            think=self.plan.think_training if name == "training" else self.plan.think,
             report=report,
             go_on=lambda: not until(),
         )
@@ -248,7 +267,7 @@ async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Await
     """Run the story in a deployment that begins and ends with it; ``then`` is called while it still runs."""
     with TemporaryDirectory(prefix="redraft-") as folder:
         tell("starting a deployment of its own")
-        async with deployed(Path(folder), plan.settings) as served:
+        async with deployed(Path(folder), plan.settings, plan.recipe) as served:
             story = Story(served, plan, tell, tick)
             try:
                 await story.play()
