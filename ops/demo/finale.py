@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
 from redraft.engine.checkpoints import resolve
 from redraft.engine.config import EngineConfig
 from redraft.engine.drafters.loading import bundled
@@ -21,15 +19,15 @@ from redraft.ops.demo.results import Judged, Refused
 from redraft.ops.demo.story import PhaseName, Story
 from redraft.ops.errors import CliError
 from redraft.ops.feedback import open_contexts, open_log
+from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.frozen import FrozenTarget, load_target
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.replay import DFlashReplay, replay
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
-from redraft.retrain.traffic_config import TrafficConfig
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
@@ -157,17 +155,14 @@ async def offer_poisoned(
 def run_data(story: Story) -> TrafficData:
     """What the loop's run had to learn from and to judge by, and the sessions since."""
     assert story.signal is not None
-    events, store, traffic = (
-        list(open_log(story.served.config).events()),
-        open_contexts(story.served.config),
-        story.served.config.traffic,
-    )
-    data = collect(events, store, target=story.target, since=story.signal.since, config=traffic)
-    return with_later_gate(data, events, store, traffic)
+    config = story.served.config
+    events, store = list(open_log(config).events()), open_contexts(config)
+    data = collect(events, store, target=story.target, since=story.signal.since, config=config.traffic)
+    return with_later_gate(data, events, store, config.traffic)
 
 
 def frozen_target(story: Story) -> FrozenTarget:
-    return FrozenTarget.load(resolve(story.served.config.engine.model), torch.device("cpu"), torch.bfloat16)
+    return load_target(resolve(story.served.config.engine.model), TrainConfig(device="cpu"))
 
 
 def bundled_folder(story: Story) -> Path:

@@ -41,10 +41,10 @@ OUTCOMES = {0: "promoted", 10: "refused", 11: "inconclusive", 12: "too little to
 class Plan(Struct, frozen=True, kw_only=True):
     """How long each part is, in sessions; ``turns`` are the most that a session asks for.
 
-    ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect`` what
-    is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on show
-    what came of it. Agents think for ``think`` seconds on average between requests, and for ``think_training`` while
-    training runs. ``recipe`` is training's, ``settings`` are the deployment's.
+    ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect``
+    what is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on
+    show what came of it. Agents think for ``think`` seconds on average between requests, and for ``think_training``
+    while training runs. ``recipe`` is training's, ``settings`` are the deployment's.
     """
 
     concurrency: int = 2
@@ -69,6 +69,7 @@ RECIPE = {
     "warmup": 5,
     "log_every": 5,
     "save_every": 1000,
+    "pass_tokens": 1,
 }
 FULL = Plan(
     turns=4,
