@@ -23,6 +23,7 @@ from redraft.ops.commands import (
     feedback,
     lifecycle,
     models,
+    retrain,
     speculation,
     train,
 )
@@ -59,6 +60,7 @@ app.command(rich_help_panel=LOOK)(bench.bench)
 app.command(rich_help_panel=LOOK)(drift.drift)
 app.add_typer(feedback.app, name="feedback", rich_help_panel=LOOK)
 app.add_typer(drafters.app, name="drafters", rich_help_panel=LEARN)
+app.add_typer(retrain.app, name="retrain", rich_help_panel=LEARN)
 app.add_typer(data.app, name="data", rich_help_panel=LEARN)
 app.add_typer(train.app, name="train", rich_help_panel=LEARN)
 app.add_typer(demo.app, name="demo", rich_help_panel=LEARN)

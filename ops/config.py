@@ -21,7 +21,9 @@ from redraft.feedback.config import FeedbackConfig
 from redraft.feedback.drift.config import DriftConfig
 from redraft.gateway.config import GatewayConfig
 from redraft.ops.errors import UsageError
+from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.loop_config import RetrainConfig
+from redraft.retrain.traffic_config import TrafficConfig
 
 ENV_PREFIX = "REDRAFT_"
 ENVIRONMENT = {
@@ -47,6 +49,8 @@ class RedraftConfig(BaseModel):
     feedback: FeedbackConfig = Field(default_factory=FeedbackConfig, description="What is kept of the answers.")
     drift: DriftConfig = Field(default_factory=DriftConfig, description="When a change of accept length is a signal.")
     retrain: RetrainConfig = Field(default_factory=RetrainConfig, description="The loop that retrains drafters.")
+    traffic: TrafficConfig = Field(default_factory=TrafficConfig, description="What of the traffic is learnt from.")
+    gate: GateConfig = Field(default_factory=GateConfig, description="What a candidate must show to serve.")
 
 
 @dataclass(frozen=True)

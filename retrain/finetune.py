@@ -7,6 +7,7 @@ it waits while serving is busy. What chooses the step is the accept length on he
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 
 from msgspec import Struct
@@ -27,6 +28,9 @@ from redraft.retrain.provenance import Provenance, provenance
 from redraft.retrain.replay import DFlashReplay
 from redraft.retrain.traffic import TrafficData
 from redraft.retrain.trainer import BEST, DRAFTER, STATE, HeldOut, Progress, Trainer, silent
+
+FINETUNE = Path(str(files("redraft.retrain"))) / "finetune.yaml"
+"""The recipe where nobody names another."""
 
 CAPTURE_ROWS = {"cuda": 1 << 13, "cpu": 256}
 """Tokens of a pass that reads features: half a second on one core."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from redraft.engine.checkpoints import identity, open_tensors, validate
 from redraft.engine.embedded.model import Target
+from redraft.retrain.config import TrainConfig
 from redraft.retrain.errors import TrainingError
 
 
@@ -40,6 +41,11 @@ class FrozenTarget:
     def normed(self, hidden: Tensor) -> Tensor:
         """What the head takes, from hidden states before the last norm."""
         return F.rms_norm(hidden, hidden.shape[-1:], self.target.norm, self.target.config.rms_eps)
+
+
+def load_target(folder: Path, config: TrainConfig) -> FrozenTarget:
+    """As a recipe says: where, and in which dtype."""
+    return FrozenTarget.load(folder, pick_device(config.device), getattr(torch, config.dtype))
 
 
 def pick_device(name: str) -> torch.device:

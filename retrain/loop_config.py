@@ -25,6 +25,14 @@ class RetrainConfig(BaseModel):
         5, ge=0, description="Refused or inconclusive versions whose weights are kept; their records always are."
     )
 
+    recipe: Path | None = Field(
+        None,
+        description="How a candidate is trained, a YAML file of the keys in retrain/config.py; unset: Redraft's own.",
+    )
+    feature_bytes: int = Field(
+        2 << 30, ge=0, description="Disk for features, which are made again where they are lost."
+    )
+
     @property
     def home(self) -> Path:
         """The folder in force."""

@@ -57,11 +57,11 @@ class Strategy(Protocol):
         ...
 
 
-class Progress(Protocol):
-    def __call__(self, step: int, steps: int, text: str) -> None: ...
+Progress = Callable[[int, int, str], None]
+"""Called with steps done, all steps, and what is being done."""
 
 
-def silent(step: int, steps: int, text: str) -> None:
+def silent(done: int, wanted: int, text: str) -> None:
     pass
 
 

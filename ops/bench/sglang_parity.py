@@ -70,9 +70,7 @@ def main() -> None:
         {"engine": name, "committed": accept.committed, "verify_steps": accept.verify_steps}
         for name, accept in (("embedded", ours), ("sglang", theirs))
     ]
-    method = (
-        f"{METHOD} {len(prompts)} prompts, {arguments.max_tokens} tokens at most, block size {block_size}."
-    )
+    method = f"{METHOD} {len(prompts)} prompts, {arguments.max_tokens} tokens at most, block size {block_size}."
     print(json.dumps(envelope("sglang_parity", method, arguments.commit, metrics, table) | {"device": _device()}))
 
 

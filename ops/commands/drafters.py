@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,16 +17,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft.engine.checkpoints import identity, resolve
-from redraft.engine.embedded.client import EmbeddedEngine
-from redraft.engine.types import AcceptLength, DrafterPointer, DrafterVersion
-from redraft.ops.commands.options import ConfigPath, load
-from redraft.ops.config import RedraftConfig, load_config
+from redraft.engine.types import AcceptLength, DrafterVersion
+from redraft.ops.commands.options import ConfigPath
 from redraft.ops.errors import CliError, UsageError
+from redraft.ops.shelf import Shelf, open_shelf
 from redraft.retrain.registry.errors import UnknownVersion
-from redraft.retrain.registry.pointers import FilePointerStore
-from redraft.retrain.registry.record import Entered, State, VersionRecord
-from redraft.retrain.registry.registry import Registry, open_registry
+from redraft.retrain.registry.record import Entered, VersionRecord
+from redraft.retrain.registry.registry import Registry
 
 if TYPE_CHECKING:
     from redraft.retrain.publisher import Published, Publisher
@@ -39,29 +35,10 @@ Version = Annotated[str, typer.Argument(help="A version's id, or a beginning of 
 Why = Annotated[str, typer.Option(help="The reason, for the record.")]
 
 
-@dataclass(frozen=True)
-class Shelf:
-    """A deployment's versions and who serves; ``engine`` is the socket of one that runs."""
-
-    config: RedraftConfig
-    registry: Registry
-    pointers: FilePointerStore
-    pointer: DrafterPointer | None
-    engine: Path | None
-
-    def state(self, entered: Entered) -> State:
-        """As the pointer has it: history may lag behind it."""
-        if self.pointer is None:
-            return entered.state
-        if entered.version == self.pointer.serving:
-            return "serving"
-        return "retired" if entered.state == "serving" else entered.state
-
-
 @app.command("ls")
 def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
     """List the versions of the target that is served, oldest first."""
-    shelf = _shelf(config)
+    shelf = open_shelf(config)
     versions = shelf.registry.all()
     if as_json:
         print(json.dumps([_summary(shelf, entered) for entered in versions]))
@@ -86,7 +63,7 @@ def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
 @app.command()
 def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -> None:
     """Print all that is known of a version."""
-    shelf = _shelf(config)
+    shelf = open_shelf(config)
     with _known():
         entered = shelf.registry.find(version)
     lineage = [each.version.id for each in shelf.registry.lineage(entered.version)]
@@ -121,7 +98,7 @@ def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -
 @app.command()
 def diff(first: Version, second: Version, config: ConfigPath = None, as_json: AsJson = False) -> None:
     """Print in what two versions differ: configuration, provenance, and what their gates measured."""
-    registry = _shelf(config).registry
+    registry = open_shelf(config).registry
     with _known():
         sides = registry.find(first), registry.find(second)
     left, right = (
@@ -152,7 +129,7 @@ def add(
     from redraft.engine.drafters.dflash_checkpoint import load as load_checkpoint
     from redraft.engine.drafters.loading import content_id
 
-    registry = _shelf(config).registry
+    registry = open_shelf(config).registry
     made_for = load_checkpoint(folder)[0].target
     if made_for not in ("", registry.target):
         raise CliError(f"{folder} was made for the target {made_for[:12]}; this deployment's is {registry.target[:12]}")
@@ -173,7 +150,7 @@ def promote(
 
     Where no engine runs, it takes the version when it starts. Promoting the one that serves tells the engine again.
     """
-    shelf = _shelf(config)
+    shelf = open_shelf(config)
     with _known():
         chosen = shelf.registry.find(version).version
     _publish(shelf, lambda publisher: publisher.promote(chosen, why, who=_person(), force=force), as_json)
@@ -187,27 +164,16 @@ def rollback(
     as_json: AsJson = False,
 ) -> None:
     """Let the version serve again that served before. Doing it twice goes one further back, not forth."""
-    shelf = _shelf(config)
+    shelf = open_shelf(config)
     with _known():
         chosen = shelf.registry.find(to).version if to is not None else None
     _publish(shelf, lambda publisher: publisher.rollback(why, who=_person(), to=chosen), as_json)
 
 
-def _shelf(path: Path | None) -> Shelf:
-    """Of the deployment as it runs, or as it would."""
-    loaded, deployment = load(path)
-    running = deployment.is_locked() and deployment.effective_config.exists()
-    config = load_config(deployment.effective_config, {}).config if running else loaded.config
-    registry = open_registry(config.retrain.registry, identity(resolve(config.engine.model)))
-    pointers = FilePointerStore(registry.root)
-    pointer = pointers.load(registry.target)
-    return Shelf(config, registry, pointers, pointer, config.engine.socket if running else None)
-
-
 def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], as_json: bool) -> None:
     from redraft.engine.drafters.loading import BUNDLED
 
-    published = asyncio.run(_publishing(shelf, change))
+    published = asyncio.run(shelf.publishing(change))
     if as_json:
         print(json.dumps(msgspec.to_builtins(published)))
     else:
@@ -219,17 +185,6 @@ def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], 
         )
     if shelf.engine and not published.in_force:
         raise typer.Exit(1)
-
-
-async def _publishing(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]]) -> Published:
-    from redraft.retrain.publisher import Publisher
-
-    engine = EmbeddedEngine(shelf.engine) if shelf.engine else None
-    try:
-        return await change(Publisher(shelf.registry, shelf.pointers, engine))
-    finally:
-        if engine:
-            await engine.close()
 
 
 @contextmanager

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from redraft.engine.checkpoints import DEFAULT_MODEL, CheckpointError
+from redraft.ops.progress import progress_bar
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.splits import Split
 from redraft.retrain.errors import TrainingError
-
-if TYPE_CHECKING:
-    from redraft.retrain.trainer import Progress as Report
 
 app = typer.Typer(help="Train drafters and evaluate them on recorded answers.", no_args_is_help=True)
 
@@ -44,7 +39,7 @@ def dflash(
     from redraft.retrain.dflash.run import train
     from redraft.retrain.trainer import DRAFTER
 
-    with _bar() as progress:
+    with progress_bar() as progress:
         recipe = load_recipe(config, steps=steps, seed=seed)
         train(data, out, recipe, model=model, resume=resume, commit=commit, progress=progress)
     print(out / DRAFTER)
@@ -61,7 +56,7 @@ def evaluate_run(
     """Replay recorded greedy answers through a drafter and the n-gram floor; looping ones are counted apart."""
     from redraft.retrain.dflash.evaluate import evaluate
 
-    with _bar() as progress:
+    with progress_bar() as progress:
         rows = evaluate(run, data, model=model, split=split, progress=progress)
     if as_json:
         print(json.dumps(rows))
@@ -77,21 +72,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         names = (row["drafter"], row["source"], str(row["block_length"]))
         table.add_row(*names, tau, str(row["committed"]), str(row["verify_steps"]), hazard)
     return table
-
-
-@contextmanager
-def _bar() -> Iterator[Report]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("loading", total=None)
-
-        def progress(step: int, steps: int, text: str) -> None:
-            bar.update(task, completed=step, total=steps, description=text)
-            if not console.is_terminal and step * 100 // steps != (step - 1) * 100 // steps:
-                console.print(f"{step}/{steps} {text}", markup=False, highlight=False)
-
-        yield progress
 
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-import torch
-
 from redraft.engine.checkpoints import resolve
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, check_fits
 from redraft.retrain.config import TrainConfig
@@ -18,7 +16,7 @@ from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import FeatureCache, FeatureCapture, cache_budget
 from redraft.retrain.features_store import MemoryStore
-from redraft.retrain.frozen import FrozenTarget, pick_device
+from redraft.retrain.frozen import load_target
 from redraft.retrain.provenance import data_of, provenance
 from redraft.retrain.replay import DFlashReplay
 from redraft.retrain.trainer import STATE, HeldOut, Progress, Trainer, silent
@@ -43,8 +41,8 @@ def train(
     """
     if (out / STATE).exists() and not resume:
         raise TrainingError(f"{out} already holds a run; resume it, or name another folder")
-    device = pick_device(config.device)
-    target = FrozenTarget.load(resolve(model), device, getattr(torch, config.dtype))
+    target = load_target(resolve(model), config)
+    device = target.target.device
     data_hash = data_of(data, target.identity)
     samples = list(load_samples(data, TRAIN))
     if not samples:

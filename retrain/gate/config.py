@@ -1,4 +1,4 @@
-"""What the gate asks of a candidate; a deployment's ``retrain.gate`` section."""
+"""The ``gate`` section of a deployment's YAML: what the gate asks of a candidate."""
 
 from __future__ import annotations
 

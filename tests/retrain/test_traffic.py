@@ -13,7 +13,8 @@ from redraft.engine.types import GREEDY, DrafterVersion, SamplingParams
 from redraft.feedback.contexts import TurnContext, context_id
 from redraft.feedback.events import Event, Origin, Reason, SpanEvent, TurnEvent, event_id
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.traffic import TrafficConfig, TrafficData, collect, with_later_gate
+from redraft.retrain.traffic import TrafficData, collect, with_later_gate
+from redraft.retrain.traffic_config import TrafficConfig
 
 from .conftest import random_tokens
 

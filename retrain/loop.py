@@ -1,0 +1,266 @@
+"""One turn of the loop: what was captured trains a candidate, the gate judges it, and what it accepts may serve.
+
+Each run has a folder. A run that was stopped goes on in its own, on the data it began with; a run that ended leaves
+its log and the gate's report there, and no tokens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from redraft.engine.drafters.loading import content_id
+from redraft.engine.embedded.core import EngineCore
+from redraft.engine.policy.cost import CostTable
+from redraft.engine.types import Capabilities, DrafterVersion, Stratum, context_bucket
+from redraft.feedback.contexts import ContextStore
+from redraft.feedback.events import Event
+from redraft.retrain.config import TrainConfig
+from redraft.retrain.data.sample import Sample
+from redraft.retrain.errors import TrainingError
+from redraft.retrain.features_store import FeatureStore
+from redraft.retrain.finetune import Candidate, finetune
+from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.gate import writing
+from redraft.retrain.gate.config import GateConfig
+from redraft.retrain.gate.judge import judge
+from redraft.retrain.gate.seen import TrainingRecord
+from redraft.retrain.period import Period
+from redraft.retrain.registry.judged import record_verdict
+from redraft.retrain.registry.record import VersionRecord
+from redraft.retrain.registry.registry import Registry
+from redraft.retrain.traffic import TrafficData, collect, with_later_gate
+from redraft.retrain.traffic_config import TrafficConfig
+from redraft.retrain.trainer import Progress, silent
+
+Result = Literal["accepted", "refused", "inconclusive", "too little"]
+
+DATA, OUTCOME, REPORT = "data.msgpack", "outcome.json", "gate"
+"""Of a run's folder: what an unfinished one learns from, how a finished one ended, and the gate's report."""
+
+
+class Outcome(Struct, frozen=True):
+    """How a run ended and why, in words; ``version`` is the candidate's, where there was one to be judged."""
+
+    result: Result
+    reason: str
+    version: DrafterVersion | None = None
+    report: str | None = None
+
+
+@dataclass(frozen=True)
+class Loop:
+    """All that a run works with; ``folder`` keeps the runs, ``events`` reads the whole log.
+
+    ``engine`` makes an idle engine that serves the drafter in a folder; ``costs`` are the serving engine's.
+    """
+
+    folder: Path
+    events: Callable[[], Sequence[Event]]
+    contexts: ContextStore
+    registry: Registry
+    target: FrozenTarget
+    features: FeatureStore
+    recipe: TrainConfig
+    traffic: TrafficConfig
+    gate: GateConfig
+    costs: CostTable
+    engine: Callable[[Path], tuple[EngineCore, Capabilities]]
+    block_length: int
+    busy: Callable[[], bool]
+
+    def run_once(self, serving: DrafterVersion, period: Period, progress: Progress = silent) -> Outcome:
+        """Train a candidate from ``serving`` and judge it; the registry has it then, and nothing serves otherwise.
+
+        Raises `TrainingError` if another run is under way, or this one cannot go on; `Stopped` if it was asked to
+        stop.
+        """
+        with _alone(self.folder):
+            run = _unfinished(self.folder, serving) or _begin(self.folder, serving, period)
+            outcome = self._run(run, serving, progress)
+            _finish(run.folder, outcome)
+            return outcome
+
+    def _run(self, run: _Run, serving: DrafterVersion, progress: Progress) -> Outcome:
+        data = self._data(run)
+        missing = self._missing(data)
+        if missing:
+            return Outcome("too little", missing)
+        parent = self.registry.path(serving)
+        candidate = finetune(
+            data,
+            target=self.target,
+            serving=parent,
+            out=run.folder / "training",
+            config=self.recipe,
+            features=self.features,
+            busy=self.busy,
+            progress=progress,
+        )
+        if candidate.step == 0:
+            return Outcome(
+                "refused", "no step of training drafted better than the serving version on held-out sessions"
+            )
+        version = self._register(candidate, serving, run)
+        seen = TrainingRecord.of([*data.train, *data.replay, *data.validation])
+        self._seen_file(version).write_bytes(msgspec.msgpack.encode(seen))
+        data = with_later_gate(data, self.events(), self.contexts, self.traffic)
+        report = judge(
+            data.gate,
+            data.anchor,
+            old=parent,
+            new=self.registry.path(version),
+            target=self.target,
+            costs=self.costs,
+            engine=self.engine,
+            seen=self._seen(version),
+            block_length=self.block_length,
+            config=self.gate,
+            look=1 + self._looks(serving, version),
+            stratum=_stratum,
+            progress=progress,
+        )
+        writing.write(report, run.folder / REPORT)
+        record_verdict(self.registry, report, run.folder / REPORT / writing.PAGE)
+        return Outcome(report.outcome, report.verdict.reason, version, str(run.folder / REPORT / writing.PAGE))
+
+    def _data(self, run: _Run) -> TrafficData:
+        file = run.folder / DATA
+        if file.exists():
+            return msgspec.msgpack.decode(file.read_bytes(), type=TrafficData)
+        data = collect(
+            self.events(),
+            self.contexts,
+            target=self.target.identity,
+            since=run.period.since,
+            config=self.traffic,
+        )
+        _write(file, msgspec.msgpack.encode(data))
+        return data
+
+    def _missing(self, data: TrafficData) -> str:
+        """What keeps a run from an answer, in words; sessions to judge by may still come while it trains."""
+        anchors = len({sample.session for sample in data.anchor})
+        gate = len({sample.session for sample in data.gate})
+        lacking = []
+        if not data.train:
+            lacking.append("no session to learn from")
+        if anchors < self.gate.min_anchor_sessions:
+            lacking.append(f"{anchors} of {self.gate.min_anchor_sessions} anchor sessions")
+        if gate * 2 < self.gate.min_sessions:
+            lacking.append(f"{gate} sessions to judge by, of which training may at most double the number")
+        if not lacking:
+            return ""
+        left_out = ", ".join(f"{count} {why}" for why, count in data.left_out.items())
+        return f"there are {'; '.join(lacking)}" + (f" (turns left out: {left_out})" if left_out else "")
+
+    def _register(self, candidate: Candidate, parent: DrafterVersion, run: _Run) -> DrafterVersion:
+        record = VersionRecord(
+            version=DrafterVersion(parent.kind, content_id(candidate.folder)),
+            target=self.target.identity,
+            origin="trained",
+            why=run.period.why,
+            parent=parent,
+            provenance=candidate.provenance,
+        )
+        return self.registry.add(candidate.folder, record, who="training")
+
+    def _looks(self, serving: DrafterVersion, candidate: DrafterVersion) -> int:
+        """How many candidates were already judged against the version that serves."""
+        return sum(
+            entered.gate is not None
+            for entered in self.registry.all()
+            if entered.record.parent == serving and entered.version != candidate
+        )
+
+    def _seen_file(self, version: DrafterVersion) -> Path:
+        return self.folder / f"seen-{version.id}.msgpack"
+
+    def _seen(self, version: DrafterVersion) -> TrainingRecord:
+        """What a version and its ancestors learnt from; that of those trained elsewhere is not known."""
+        seen = TrainingRecord()
+        for entered in self.registry.lineage(version):
+            with suppress(FileNotFoundError):
+                seen |= msgspec.msgpack.decode(self._seen_file(entered.version).read_bytes(), type=TrainingRecord)
+        return seen
+
+
+def _stratum(sample: Sample) -> Stratum:
+    bucket = context_bucket(len(sample.token_ids))
+    return Stratum(sample.family, sample.source, bucket, "greedy", constrained=False)
+
+
+class _Run(Struct, frozen=True):
+    folder: Path
+    period: Period
+
+
+class _Begun(Struct, frozen=True):
+    """What a run's folder says of it from the beginning."""
+
+    serving: DrafterVersion
+    period: Period
+
+
+_BEGUN = "run.json"
+
+
+def _begin(folder: Path, serving: DrafterVersion, period: Period) -> _Run:
+    number = 1 + max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=0)
+    run = folder / f"{number:05d}"
+    run.mkdir()
+    _write(run / _BEGUN, msgspec.json.encode(_Begun(serving, period)))
+    return _Run(run, period)
+
+
+def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
+    """The last run if it was stopped; one that began from another version is of no use any more."""
+    last = max((each for each in folder.iterdir() if each.name.isdigit()), default=None)
+    if last is None or (last / OUTCOME).exists() or not (last / _BEGUN).exists():
+        return None
+    begun = msgspec.json.decode((last / _BEGUN).read_bytes(), type=_Begun)
+    if begun.serving == serving:
+        return _Run(last, begun.period)
+    _finish(last, Outcome("refused", "another version serves than the one that training began from"))
+    return None
+
+
+def _finish(folder: Path, outcome: Outcome) -> None:
+    """Note how a run ended, and forget the tokens and weights that it no longer needs."""
+    content = json.dumps(msgspec.to_builtins(outcome), indent=1) + "\n"
+    (folder / DATA).unlink(missing_ok=True)
+    for name in ("state.pt", "drafter", "best"):
+        path = folder / "training" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    _write(folder / OUTCOME, content.encode())
+
+
+def _write(file: Path, content: bytes) -> None:
+    unfinished = file.with_name(file.name + ".tmp")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise TrainingError(f"a training run is under way already in {folder}; wait for it, or stop it") from None
+    try:
+        yield
+    finally:
+        os.close(descriptor)
