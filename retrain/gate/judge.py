@@ -71,7 +71,7 @@ def judge(
     ``gate`` are answers of new traffic and ``anchors`` of what must not be lost: greedy, without penalties, bias or
     grammar; sampled and overlong ones are counted as unusable. ``engine`` makes an idle engine that serves the drafter
     in a folder, as `build_core` does. ``seen`` is what ``new`` and its ancestors learnt from. ``look`` counts the tests
-    of this series, from 1; later ones are held to more. With ``stratum`` the report has a reference for drift a stratum.
+    of this series, from 1; later ones are held to more. ``stratum`` gives the report references for drift.
     Raises `DrafterError` if a folder holds no drafter of the target, `TrainingError` if ``costs`` lacks the old one's.
     """
     folders = [new] if old is None else [old, new]

@@ -14,6 +14,9 @@ Outcome = Literal["accepted", "refused", "inconclusive"]
 Rule = Literal["leaked", "parity", "slower", "looping_only", "anchors_lost", "not_better", "thin", "undecided"]
 """Why a candidate was not accepted; the last two leave it open."""
 
+LEAST_GAIN = 0.0005
+"""What rounds to 0.0 % is none: drafts that differ by nothing but where they end differ by less."""
+
 MIN_LOOPING = 5
 """Sessions with looping answers below which nothing is said about these."""
 
@@ -80,7 +83,7 @@ def decide(evidence: Evidence, config: GateConfig) -> Verdict:
             ("parity",),
             "the engine gives none of the recorded answers again, so the replay could not be compared with it",
         )
-    better, kept = gain.lower > 0, -anchors.lower < config.anchor_margin
+    better, kept = gain.lower > LEAST_GAIN, -anchors.lower < config.anchor_margin
     if better and kept:
         return Verdict(
             "accepted",
@@ -96,7 +99,7 @@ def decide(evidence: Evidence, config: GateConfig) -> Verdict:
         ("undecided",),
         f"goodput on new traffic changes by {percent(gain.estimate)} ({_range(gain)}), on anchors by "
         f"{percent(anchors.estimate)} ({_range(anchors)}): too wide to tell",
-        0 if better else _more(gain, 0.0),
+        0 if better else _more(gain, LEAST_GAIN),
         0 if kept else _more(anchors, -config.anchor_margin),
     )
 
@@ -144,4 +147,4 @@ def _range(found: Bounds) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{share * 100:+.1f} %".replace("-", "\u2212")
+    return f"{round(share * 100, 1) + 0.0:+.1f} %".replace("-", "\u2212")

@@ -52,7 +52,7 @@ def trained(
 ) -> Path:
     """A drafter that has learnt the sessions by heart."""
     folder = tmp_path_factory.mktemp("trained")
-    config = TrainConfig(steps=40, sequences=4, blocks=24, warmup=5, learning_rate=5e-3, save_every=40)
+    config = TrainConfig(steps=60, sequences=4, blocks=24, warmup=5, learning_rate=5e-3, save_every=60)
     record = make_record(config, target)
     capture = FeatureCapture(target.target, shape.feature_layers)
     strategy = DFlashStrategy(DFlashModel(shape, CPU, seed=0), target, config, record)
