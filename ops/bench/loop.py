@@ -78,7 +78,8 @@ async def _run(quick: bool) -> dict[str, Any]:
             story = Story(served, plan, progress, _ticked)
             try:
                 await story.play()
-                await story.serve("anchors", evaluation(), plan.judged, until=lambda: False)
+                if story.run is not None and story.run.outcome == "promoted":
+                    await story.serve("anchors", evaluation(), plan.judged, until=lambda: False)
                 await _report(story, plan, Path(folder), metrics, table, quick)
             finally:
                 await story.close()

@@ -184,7 +184,8 @@ class Story:
             training.cancel()
             with suppress(asyncio.CancelledError):
                 await training
-        await self.serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
+        if self.run.outcome == "promoted":
+            await self.serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
 
     def serving(self) -> DrafterVersion | None:
         pointer = self.pointers.load(self.target)
