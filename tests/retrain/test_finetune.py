@@ -20,7 +20,7 @@ from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import FeatureStore, LocalStore, MemoryStore
-from redraft.retrain.finetune import Candidate, finetune
+from redraft.retrain.finetune import FINETUNE, Candidate, finetune
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.replay import DFlashReplay, walk
 from redraft.retrain.traffic import TrafficData
@@ -188,5 +188,5 @@ def test_what_a_run_may_not_go_on_from_is_named(
 
 
 def test_the_shipped_recipe_is_sound() -> None:
-    recipe = load_recipe(Path(__file__).parents[2] / "configs" / "finetune.yaml")
+    recipe = load_recipe(FINETUNE)
     assert recipe.steps % recipe.eval_every == 0
