@@ -82,7 +82,7 @@ FULL = Plan(
     recipe={**RECIPE, "steps": 80, "eval_every": 20, "held_out": 12},
     settings={
         "feedback": {"baseline_share": 1.0},
-        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.2},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
         "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
     },
 )
@@ -97,7 +97,7 @@ FAST = Plan(
     recipe={**RECIPE, "steps": 24, "sequences": 3, "eval_every": 24, "held_out": 4},
     settings={
         "feedback": {"baseline_share": 1.0},
-        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.2},
+        "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
         "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
         "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
