@@ -29,10 +29,9 @@ from redraft.ops.demo import finale
 from redraft.ops.demo.deployment import Deployed, deployed
 from redraft.ops.demo.scenario import before, evaluation
 from redraft.ops.demo.story import FAST, FULL, Phase, Plan, Story
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.provenance import present_commit
-from redraft.retrain.replay import AcceptCounts, DFlashReplay, replay
+from redraft.retrain.replay import AcceptCounts, replay
 
 DRAWS = 10_000
 AGENTS = 4
@@ -251,7 +250,7 @@ def _counts(
     samples = finale.samples_of(answers)
     totals: list[dict[str, AcceptCounts]] = []
     for folder in folders:
-        drafting = DFlashReplay(DFlashModel.load(folder, target.target.device), target)
+        drafting = finale.drafting_of(folder, target)
         total: dict[str, AcceptCounts] = {}
         for number, each in enumerate(replay(samples, drafting, [BLOCK_LENGTH]), 1):
             counts, session = each.counts[BLOCK_LENGTH], each.sample.session

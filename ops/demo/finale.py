@@ -22,6 +22,7 @@ from redraft.ops.feedback import open_contexts, open_log
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.features import CAPTURE_ROWS, PatientCapture
 from redraft.retrain.frozen import FrozenTarget, load_target
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
@@ -56,8 +57,8 @@ def answers_of(story: Story, phase: PhaseName) -> dict[str, dict[int, TurnContex
 
 
 def samples_of(answers: Mapping[str, Mapping[int, TurnContext]]) -> list[Sample]:
-    """Answers as samples for a replay, a session's longest first."""
-    return [
+    """Answers as samples for a replay; those with equal beginnings follow one another."""
+    samples = [
         Sample(
             id=f"{session}:{turn}",
             source="demo",
@@ -72,6 +73,7 @@ def samples_of(answers: Mapping[str, Mapping[int, TurnContext]]) -> list[Sample]
         for session, turns in answers.items()
         for turn, context in turns.items()
     ]
+    return sorted(samples, key=lambda sample: sample.token_ids)
 
 
 def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: int, progress: Progress) -> Judged:
@@ -81,13 +83,21 @@ def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: i
     length = story.served.config.engine.block_size - 1
     totals = []
     for done, folder in enumerate((old, new)):
-        drafting = DFlashReplay(DFlashModel.load(folder, target.target.device), target)
+        drafting = drafting_of(folder, target)
         total = AcceptLength()
         for number, replayed in enumerate(replay(samples, drafting, [length]), 1):
             total += replayed.counts[length].length
             progress(done * len(samples) + number, 2 * len(samples), "replaying unseen requests through both drafters")
         totals.append(total)
     return Judged(sessions=len({sample.session for sample in samples}), old=totals[0], new=totals[1])
+
+
+def drafting_of(folder: Path, target: FrozenTarget) -> DFlashReplay:
+    """A drafter's replay, which reads what a sample shares with the one before it only once."""
+    device = target.target.device
+    model = DFlashModel.load(folder, device)
+    capture = PatientCapture(target.target, model.config.feature_layers, CAPTURE_ROWS[device.type])
+    return DFlashReplay(model, target, capture)
 
 
 async def lossless(story: Story, count: int, progress: Progress) -> tuple[int, int]:

@@ -83,7 +83,7 @@ FULL = Plan(
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
+        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 60},
     },
 )
 FAST = Plan(
@@ -98,7 +98,7 @@ FAST = Plan(
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.5, "replay_share": 0.3},
+        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 24},
         "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
 )
