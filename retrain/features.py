@@ -28,6 +28,9 @@ PASS_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 13}
 RUN = 128
 """Rows that are kept together."""
 
+CAPTURE_ROWS = {"cuda": 1 << 13, "cpu": 256}
+"""Tokens of a pass that reads features: half a second on one core."""
+
 
 class Captured(NamedTuple):
     """What the target made of one sequence: row i is token i.

@@ -21,7 +21,7 @@ from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.run import spread
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
-from redraft.retrain.features import FeatureCache, PatientCapture
+from redraft.retrain.features import CAPTURE_ROWS, FeatureCache, PatientCapture
 from redraft.retrain.features_store import FeatureStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.provenance import Provenance, provenance
@@ -31,9 +31,6 @@ from redraft.retrain.trainer import BEST, DRAFTER, STATE, HeldOut, Progress, Tra
 
 FINETUNE = Path(str(files("redraft.retrain"))) / "finetune.yaml"
 """The recipe where nobody names another."""
-
-CAPTURE_ROWS = {"cuda": 1 << 13, "cpu": 256}
-"""Tokens of a pass that reads features: half a second on one core."""
 
 
 class Candidate(Struct, frozen=True):

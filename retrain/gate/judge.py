@@ -24,10 +24,10 @@ from redraft.engine.types import Capabilities, DrafterVersion, Stratum
 from redraft.feedback.drift.reference import Reference, make_reference
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.features import FeatureCapture
+from redraft.retrain.features import CAPTURE_ROWS, PatientCapture
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate.config import GateConfig
-from redraft.retrain.gate.measure import Answer, PrefixCapture, StepCost, measure_drafts, replayed, step_costs
+from redraft.retrain.gate.measure import Answer, StepCost, measure_drafts, replayed, step_costs
 from redraft.retrain.gate.parity import check_parity
 from redraft.retrain.gate.report import (
     ANCHORS,
@@ -168,12 +168,12 @@ def _replay_all(
     block_length: int,
     progress: Progress,
 ) -> dict[str, list[Answer]]:
-    captures: dict[tuple[int, ...], PrefixCapture] = {}
+    captures: dict[tuple[int, ...], PatientCapture] = {}
 
     def drafting(folder: Path) -> DFlashReplay:
         model = DFlashModel.load(folder, target.target.device)
         layers = model.config.feature_layers
-        captures.setdefault(layers, PrefixCapture(FeatureCapture(target.target, layers)))
+        captures.setdefault(layers, PatientCapture(target.target, layers, CAPTURE_ROWS[target.target.device.type]))
         return DFlashReplay(model, target, captures[layers])
 
     by_old = NgramReplay(block_length) if old is None else drafting(old)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,6 @@ from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import DrafterVersion, is_looping
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import TrainingError
-from redraft.retrain.features import Capture, Captured
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.replay import AcceptCounts, Drafting, ReplayStep, count, steps
 
@@ -62,24 +61,6 @@ class Answer(Struct, frozen=True):
     new_ms: float
 
 
-class PrefixCapture:
-    """Captures a sequence once for all its beginnings, as long as nobody asks for another in between."""
-
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
-        self._tokens: tuple[int, ...] = ()
-        self._captured: Captured | None = None
-
-    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[Captured]:
-        return [self._beginning(tuple(sequence)) for sequence in sequences]
-
-    def _beginning(self, tokens: tuple[int, ...]) -> Captured:
-        if self._captured is None or self._tokens[: len(tokens)] != tokens:
-            (self._captured,) = self._capture([tokens])
-            self._tokens = tokens
-        return Captured(*(rows[: len(tokens)] for rows in self._captured))
-
-
 def replayed(
     samples: Iterable[Sample],
     old: Drafting,
@@ -88,8 +69,8 @@ def replayed(
     old_cost: StepCost,
     new_cost: StepCost,
 ) -> Iterator[Answer]:
-    """Replay every answer of samples, a session's longest sample first, whose features then serve for the others."""
-    for sample in sorted(samples, key=lambda sample: (sample.session, -len(sample.token_ids), sample.id)):
+    """Replay every answer of samples, those that begin alike in a row, so that what they share is captured once."""
+    for sample in sorted(samples, key=lambda sample: (sample.token_ids, sample.session, sample.id)):
         by_old, by_new = old(sample), new(sample)
         for start, end in sample.spans:
             answer = msgspec.structs.replace(sample, spans=((start, end),))
