@@ -74,7 +74,7 @@ async def _run(quick: bool) -> dict[str, Any]:
             think = max(0.0, AGENTS / (LOAD * rate) - seconds)
             metrics["nospec_requests_per_s"] = rate
             plan = replace(plan, concurrency=AGENTS, think=think, think_training=think)
-            story = Story(served, plan, progress, _ticked)
+            story = Story(served, plan, progress, _ticked, _step)
             try:
                 await story.play()
                 if story.run is not None and story.run.outcome == "promoted":

@@ -83,7 +83,7 @@ class _Display:
         self.progress(done, wanted, f"{title}: {tau:.2f} tokens a pass" if tau else title, key=phase)
 
     def progress(self, step: int, steps: int, text: str, key: str | None = None) -> None:
-        key = key or text
+        key = key or text.split()[0]
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task(text, total=steps)
             if not self._console.is_terminal:
@@ -109,7 +109,7 @@ async def _play(fast: bool, show: _Display) -> Result:
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     began = time.time()
-    return await play(FAST if fast else FULL, show.tell, show.tick, conclude)
+    return await play(FAST if fast else FULL, show.tell, show.tick, show.progress, conclude)
 
 
 async def _conclude(story: Story, fast: bool, began: float, show: _Display) -> Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -29,6 +30,7 @@ from redraft.ops.feedback import open_log
 from redraft.retrain.data.conversation import Conversation
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.registry import open_registry
+from redraft.retrain.trainer import Progress
 
 T = TypeVar("T")
 
@@ -140,14 +142,19 @@ Tick = Callable[[str, int, int, float | None], None]
 """Hears of a phase, the sessions done and wanted, and its accept length so far."""
 
 
+_COUNT = re.compile(r"(\d+)/(\d+) (.+)")
+"""How a run without a terminal tells its progress."""
+
+
 class Story:
     """Plays the parts in order against one deployment; what happened is in its fields."""
 
-    def __init__(self, served: Deployed, plan: Plan, tell: Tell, tick: Tick) -> None:
+    def __init__(self, served: Deployed, plan: Plan, tell: Tell, tick: Tick, progress: Progress) -> None:
         self.served = served
         self.plan = plan
         self._tell = tell
         self._tick = tick
+        self._progress = progress
         self.target = identity(resolve(served.config.engine.model))
         self.registry = open_registry(served.config.retrain.registry, self.target)
         self.pointers = FilePointerStore(served.config.retrain.registry)
@@ -253,8 +260,12 @@ class Story:
         said: list[str] = []
         try:
             async for line in process.stdout:
-                said.append(line.decode(errors="replace").rstrip())
-                self._tell(said[-1])
+                text = line.decode(errors="replace").rstrip()
+                if count := _COUNT.fullmatch(text):
+                    self._progress(int(count[1]), int(count[2]), count[3])
+                else:
+                    said.append(text)
+                    self._tell(text)
             code = await process.wait()
         finally:
             if process.returncode is None:
@@ -265,12 +276,12 @@ class Story:
         return Run(outcome=OUTCOMES[code], seconds=time.monotonic() - started, said="\n".join(said[-20:]))
 
 
-async def play(plan: Plan, tell: Tell, tick: Tick, then: Callable[[Story], Awaitable[T]]) -> T:
+async def play(plan: Plan, tell: Tell, tick: Tick, progress: Progress, then: Callable[[Story], Awaitable[T]]) -> T:
     """Run the story in a deployment that begins and ends with it; ``then`` is called while it still runs."""
     with TemporaryDirectory(prefix="redraft-") as folder:
         tell("starting a deployment of its own")
         async with deployed(Path(folder), plan.settings, plan.recipe) as served:
-            story = Story(served, plan, tell, tick)
+            story = Story(served, plan, tell, tick, progress)
             try:
                 await story.play()
                 return await then(story)
