@@ -43,7 +43,7 @@ from redraft.retrain.gate.report import (
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.gate.statistics import level_of
 from redraft.retrain.gate.verdict import Evidence, decide
-from redraft.retrain.replay import DFlashReplay, NgramReplay
+from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay
 from redraft.retrain.trainer import Progress, silent
 
 MAX_SET_ASIDE = 0.5
@@ -63,7 +63,7 @@ def judge(
     block_length: int,
     config: GateConfig,
     look: int = 1,
-    stratum: Callable[[Sample], Stratum] | None = None,
+    stratum: Callable[[Sample, int], Stratum] | None = None,
     progress: Progress = silent,
 ) -> Report:
     """Judge the drafter in ``new`` by whole sessions, against the one in ``old`` (None: the floor, n-gram).
@@ -71,7 +71,8 @@ def judge(
     ``gate`` are answers of new traffic and ``anchors`` of what must not be lost: greedy, without penalties, bias or
     grammar; sampled and overlong ones are counted as unusable. ``engine`` makes an idle engine that serves the drafter
     in a folder, as `build_core` does. ``seen`` is what ``new`` and its ancestors learnt from. ``look`` counts the tests
-    of this series, from 1; later ones are held to more. ``stratum`` gives the report references for drift.
+    of this series, from 1; later ones are held to more. ``stratum``, of a sample and a context bucket, gives the report
+    references for drift.
     Raises `DrafterError` if a folder holds no drafter of the target, `TrainingError` if ``costs`` lacks the old one's.
     """
     folders = [new] if old is None else [old, new]
@@ -215,25 +216,19 @@ def _for_parity(answers: dict[str, list[Answer]], config: GateConfig) -> list[An
 
 
 def _references(
-    answers: Iterable[Answer], stratum: Callable[[Sample], Stratum], version: DrafterVersion
+    answers: Iterable[Answer], stratum: Callable[[Sample, int], Stratum], version: DrafterVersion
 ) -> Iterable[Reference]:
     """What the new drafter is expected to accept, by stratum with two sessions at least."""
-    by_stratum: dict[Stratum, dict[str, list[Answer]]] = {}
+    by_stratum: dict[Stratum, dict[str, AcceptCounts]] = {}
     for answer in answers:
         if not answer.looping:
-            sessions = by_stratum.setdefault(stratum(answer.sample), {})
-            sessions.setdefault(answer.sample.session, []).append(answer)
+            session = answer.sample.session
+            for bucket, counts in answer.new_by_bucket.items():
+                sessions = by_stratum.setdefault(stratum(answer.sample, bucket), {})
+                sessions[session] = sessions[session] + counts if session in sessions else counts
     for where, sessions in by_stratum.items():
-        counts = [_pooled(each) for each in sessions.values()]
-        if sum(bool(reached[0]) for reached, _ in counts) >= 2:
-            yield make_reference(where, version, counts)
-
-
-def _pooled(answers: Sequence[Answer]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    total = answers[0].new
-    for answer in answers[1:]:
-        total += answer.new
-    return total.reached, total.accepted
+        if sum(bool(counts.reached[0]) for counts in sessions.values()) >= 2:
+            yield make_reference(where, version, [(counts.reached, counts.accepted) for counts in sessions.values()])
 
 
 def _hash(samples: Iterable[Sample]) -> str:

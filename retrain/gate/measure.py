@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from math import inf
 from pathlib import Path
@@ -17,7 +18,7 @@ from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.dflash_checkpoint import load_config
 from redraft.engine.embedded.cache import pages
 from redraft.engine.policy.cost import CostTable
-from redraft.engine.types import DrafterVersion, is_looping
+from redraft.engine.types import DrafterVersion, context_bucket, is_looping
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.frozen import FrozenTarget
@@ -51,7 +52,10 @@ class DraftCost(Struct, frozen=True, kw_only=True):
 
 
 class Answer(Struct, frozen=True):
-    """A recorded answer, the sample's one span, under both drafters; milliseconds are of its passes and drafts."""
+    """A recorded answer, the sample's one span, under both drafters; milliseconds are of its passes and drafts.
+
+    ``new_by_bucket`` splits ``new`` by the context bucket of a step's last committed position, as serving counts.
+    """
 
     sample: Sample
     looping: bool
@@ -59,6 +63,7 @@ class Answer(Struct, frozen=True):
     new: AcceptCounts
     old_ms: float
     new_ms: float
+    new_by_bucket: dict[int, AcceptCounts] = {}
 
 
 def replayed(
@@ -83,17 +88,32 @@ def replayed(
                 count(under_new, block_length),
                 sum(map(old_cost, under_old)),
                 sum(map(new_cost, under_new)),
+                {bucket: count(part, block_length) for bucket, part in _by_bucket(under_new).items()},
             )
+
+
+def _by_bucket(walked: Iterable[ReplayStep]) -> dict[int, list[ReplayStep]]:
+    buckets: dict[int, list[ReplayStep]] = defaultdict(list)
+    for step in walked:
+        buckets[context_bucket(step.position + step.committed)].append(step)
+    return buckets
+
+
+def check_measured(costs: CostTable, version: DrafterVersion) -> None:
+    """Raises `TrainingError` where the engine has not measured what a version's drafts cost."""
+    if version.id not in costs.draft:
+        raise TrainingError(
+            f"the engine has not measured what drafts of version {version.id} cost; let it serve (engine.drafter: "
+            "dflash), wait until the engine has nothing to run, and try again"
+        )
 
 
 def step_costs(costs: CostTable, old: DrafterVersion, drafts: DraftCost) -> tuple[StepCost, StepCost]:
     """Cost of a step with the old and with the new drafter, at the load that drafts were measured at."""
     sequences = drafts.sequences
+    if drafts.ratio is not None:
+        check_measured(costs, old)
     grid = costs.draft.get(old.id)
-    if grid is None and drafts.ratio is not None:
-        raise TrainingError(
-            f"the engine has not measured what drafts of version {old.id} cost; serve it, and try again"
-        )
 
     def verify(step: ReplayStep) -> float:
         return costs.verify.at(sequences * (step.block_length + 1), step.position)

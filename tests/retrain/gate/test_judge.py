@@ -151,15 +151,27 @@ def test_the_first_trained_drafter_is_judged_against_the_floor(judged: Judge) ->
 
 
 def test_references_for_drift_come_by_stratum_from_new_traffic_alone(judged: Judge, sessions: list[Sample]) -> None:
-    def stratum(sample: Sample) -> Stratum:
+    def stratum(sample: Sample, bucket: int) -> Stratum:
         agent = "one" if sample.session == sessions[0].session else "many"
-        return Stratum("tenant", agent, 512, "greedy", False)
+        return Stratum("tenant", agent, bucket, "greedy", False)
 
     report = judged(stratum=stratum)
     (reference,) = report.references
     assert reference.stratum.agent_type == "many", "one session makes no reference"
     assert reference.sessions == len(sessions) - 1
     assert reference.drafter == report.new
+
+
+def test_references_are_of_the_context_that_a_step_had_not_of_the_whole_session(
+    judged: Judge, sessions: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("redraft.engine.types.FIRST_CONTEXT_BUCKET", 40)
+    report = judged(stratum=lambda sample, bucket: Stratum("tenant", "agent", bucket, "greedy", False))
+    assert report.new_traffic is not None
+    short, long = sorted(report.references, key=lambda reference: reference.stratum.context_bucket)
+    assert (short.stratum.context_bucket, long.stratum.context_bucket) == (40, 80)
+    assert all(len(sample.token_ids) > 40 for sample in sessions), "each session ends in the second bucket"
+    assert short.reached[0] + long.reached[0] == report.new_traffic.new.reached[0]
 
 
 def test_the_old_drafter_must_have_been_measured(judged: Judge) -> None:
