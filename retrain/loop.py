@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,22 +22,24 @@ from msgspec import Struct
 from redraft.engine.drafters.loading import content_id
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.cost import CostTable
-from redraft.engine.types import Capabilities, DrafterVersion, Stratum, context_bucket
+from redraft.engine.types import Capabilities, DrafterVersion, Stratum
 from redraft.feedback.contexts import ContextStore
 from redraft.feedback.events import Event
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.errors import TrainingError
+from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import FeatureStore
 from redraft.retrain.finetune import Candidate, finetune
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate import writing
 from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.gate.judge import judge
+from redraft.retrain.gate.measure import check_measured
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.period import Period
+from redraft.retrain.registry.files import replace
 from redraft.retrain.registry.judged import record_verdict
-from redraft.retrain.registry.record import VersionRecord
+from redraft.retrain.registry.record import Entered, VersionRecord
 from redraft.retrain.registry.registry import Registry
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
 from redraft.retrain.traffic_config import TrafficConfig
@@ -66,7 +68,7 @@ class Loop:
     """
 
     folder: Path
-    events: Callable[[], Sequence[Event]]
+    events: Callable[[], Iterable[Event]]
     contexts: ContextStore
     registry: Registry
     target: FrozenTarget
@@ -82,12 +84,19 @@ class Loop:
     def run_once(self, serving: DrafterVersion, period: Period, progress: Progress = silent) -> Outcome:
         """Train a candidate from ``serving`` and judge it; the registry has it then, and nothing serves otherwise.
 
-        Raises `TrainingError` if another run is under way, or this one cannot go on; `Stopped` if it was asked to
-        stop.
+        Raises `TrainingError` if another run is under way, the engine has not measured ``serving``, or this run cannot
+        go on, which is given up then; `Stopped` if it was asked to stop.
         """
         with _alone(self.folder):
+            check_measured(self.costs, serving)
             run = _unfinished(self.folder, serving) or _begin(self.folder, serving, period)
-            outcome = self._run(run, serving, progress)
+            try:
+                outcome = self._run(run, serving, progress)
+            except Stopped:
+                raise
+            except TrainingError as error:
+                _finish(run.folder, Outcome("refused", f"the run could not go on: {error}"))
+                raise
             _finish(run.folder, outcome)
             return outcome
 
@@ -111,9 +120,15 @@ class Loop:
             return Outcome(
                 "refused", "no step of training drafted better than the serving version on held-out sessions"
             )
-        version = self._register(candidate, serving, run)
+        entered = self._register(candidate, serving, run)
+        version = entered.version
+        if entered.state not in ("candidate", "inconclusive"):
+            result: Result = "accepted" if entered.state == "accepted" else "refused"
+            again = f"training came to version {version.id} once more, which is {entered.state}"
+            report_file = entered.gate.report if entered.gate else None
+            return Outcome(result, f"{again}: {entered.history[-1].why}", version, report_file)
         seen = TrainingRecord.of([*data.train, *data.replay, *data.validation])
-        self._seen_file(version).write_bytes(msgspec.msgpack.encode(seen))
+        replace(self._seen_file(version), msgspec.msgpack.encode(seen))
         data = with_later_gate(data, self.events(), self.contexts, self.traffic)
         report = judge(
             data.gate,
@@ -126,7 +141,7 @@ class Loop:
             seen=self._seen(version),
             block_length=self.block_length,
             config=self.gate,
-            look=1 + self._looks(serving, version),
+            look=1 + self._looks(serving),
             stratum=_stratum,
             progress=progress,
         )
@@ -137,7 +152,10 @@ class Loop:
     def _data(self, run: _Run) -> TrafficData:
         file = run.folder / DATA
         if file.exists():
-            return msgspec.msgpack.decode(file.read_bytes(), type=TrafficData)
+            try:
+                return msgspec.msgpack.decode(file.read_bytes(), type=TrafficData)
+            except msgspec.DecodeError as error:
+                raise TrainingError(f"{file} cannot be read ({error}); the next run collects anew") from error
         data = collect(
             self.events(),
             self.contexts,
@@ -145,7 +163,7 @@ class Loop:
             since=run.period.since,
             config=self.traffic,
         )
-        _write(file, msgspec.msgpack.encode(data))
+        replace(file, msgspec.msgpack.encode(data))
         return data
 
     def _missing(self, data: TrafficData) -> str:
@@ -164,7 +182,7 @@ class Loop:
         left_out = ", ".join(f"{count} {why}" for why, count in data.left_out.items())
         return f"there are {'; '.join(lacking)}" + (f" (turns left out: {left_out})" if left_out else "")
 
-    def _register(self, candidate: Candidate, parent: DrafterVersion, run: _Run) -> DrafterVersion:
+    def _register(self, candidate: Candidate, parent: DrafterVersion, run: _Run) -> Entered:
         record = VersionRecord(
             version=DrafterVersion(parent.kind, content_id(candidate.folder)),
             target=self.target.identity,
@@ -173,14 +191,15 @@ class Loop:
             parent=parent,
             provenance=candidate.provenance,
         )
-        return self.registry.add(candidate.folder, record, who="training")
+        return self.registry.get(self.registry.add(candidate.folder, record, who="training"))
 
-    def _looks(self, serving: DrafterVersion, candidate: DrafterVersion) -> int:
-        """How many candidates were already judged against the version that serves."""
+    def _looks(self, serving: DrafterVersion) -> int:
+        """How often candidates were already judged against the version that serves."""
         return sum(
-            entered.gate is not None
+            entry.gate is not None
             for entered in self.registry.all()
-            if entered.record.parent == serving and entered.version != candidate
+            if entered.record.parent == serving
+            for entry in entered.history
         )
 
     def _seen_file(self, version: DrafterVersion) -> Path:
@@ -195,8 +214,7 @@ class Loop:
         return seen
 
 
-def _stratum(sample: Sample) -> Stratum:
-    bucket = context_bucket(len(sample.token_ids))
+def _stratum(sample: Sample, bucket: int) -> Stratum:
     return Stratum(sample.family, sample.source, bucket, "greedy", constrained=False)
 
 
@@ -219,7 +237,7 @@ def _begin(folder: Path, serving: DrafterVersion, period: Period) -> _Run:
     number = 1 + max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=0)
     run = folder / f"{number:05d}"
     run.mkdir()
-    _write(run / _BEGUN, msgspec.json.encode(_Begun(serving, period)))
+    replace(run / _BEGUN, msgspec.json.encode(_Begun(serving, period)))
     return _Run(run, period)
 
 
@@ -228,7 +246,11 @@ def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
     last = max((each for each in folder.iterdir() if each.name.isdigit()), default=None)
     if last is None or (last / OUTCOME).exists() or not (last / _BEGUN).exists():
         return None
-    begun = msgspec.json.decode((last / _BEGUN).read_bytes(), type=_Begun)
+    try:
+        begun = msgspec.json.decode((last / _BEGUN).read_bytes(), type=_Begun)
+    except msgspec.DecodeError as error:
+        _finish(last, Outcome("refused", f"{last / _BEGUN} cannot be read ({error})"))
+        return None
     if begun.serving == serving:
         return _Run(last, begun.period)
     _finish(last, Outcome("refused", "another version serves than the one that training began from"))
@@ -242,13 +264,7 @@ def _finish(folder: Path, outcome: Outcome) -> None:
     for name in ("state.pt", "drafter", "best"):
         path = folder / "training" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-    _write(folder / OUTCOME, content.encode())
-
-
-def _write(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(file.name + ".tmp")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
+    replace(folder / OUTCOME, content.encode())
 
 
 @contextmanager

@@ -192,3 +192,57 @@ def test_sessions_that_came_while_it_trained_judge_it_too(
     report = json.loads((Path(outcome.report).parent / "report.json").read_text())
     begun_before = round(0.5 * 14)
     assert report["new_traffic"]["sessions"] == begun_before + 10
+
+
+def test_training_that_comes_to_a_judged_version_again_ends_as_that_was_judged(
+    make: Make, serving: DrafterVersion
+) -> None:
+    loop = make()
+    first = loop.run_once(serving, PERIOD)
+    again = loop.run_once(serving, PERIOD)
+    assert (again.result, again.version, again.report) == (first.result, first.version, first.report)
+    assert "once more" in again.reason
+    assert (loop.folder / "00002" / "outcome.json").exists(), "nothing is left that the next run would stumble over"
+
+
+def test_judging_one_candidate_again_is_another_look(make: Make, serving: DrafterVersion) -> None:
+    cautious = GateConfig(min_sessions=15, min_anchor_sessions=3, draws=1000, parity_sessions=20)
+    loop = make(gate=cautious)
+    first, second = loop.run_once(serving, PERIOD), loop.run_once(serving, PERIOD)
+    assert first.version == second.version
+    assert first.result == second.result == "inconclusive"
+    looks = [json.loads((loop.folder / f"0000{n}" / "gate" / "report.json").read_text())["look"] for n in (1, 2)]
+    assert looks == [1, 2]
+
+
+def test_a_run_that_cannot_go_on_is_given_up_and_the_next_begins_anew(make: Make, serving: DrafterVersion) -> None:
+    class Interrupted(MemoryStore):
+        def put(self, *arguments: Any) -> None:
+            raise Stopped("asked to stop")
+
+    with pytest.raises(Stopped):
+        make(features=Interrupted(1 << 20)).run_once(serving, PERIOD)
+    loop = make()
+    (loop.folder / "00001" / DATA).write_bytes(b"of another release")
+    with pytest.raises(TrainingError, match="next run collects anew"):
+        loop.run_once(serving, PERIOD)
+    assert json.loads((loop.folder / "00001" / "outcome.json").read_text())["result"] == "refused"
+    assert not (loop.folder / "00001" / DATA).exists()
+    assert loop.run_once(serving, PERIOD).version is not None
+
+
+def test_a_beginning_that_cannot_be_read_is_given_up(make: Make, serving: DrafterVersion) -> None:
+    loop = make(events=list)
+    (loop.folder / "00001").mkdir(parents=True)
+    (loop.folder / "00001" / "run.json").write_bytes(b"")
+    assert loop.run_once(serving, PERIOD).result == "too little"
+    assert (loop.folder / "00001" / "outcome.json").exists()
+
+
+def test_nothing_is_trained_from_a_version_whose_drafts_the_engine_has_not_measured(
+    make: Make, serving: DrafterVersion
+) -> None:
+    loop = make(costs=cost_table("another"))
+    with pytest.raises(TrainingError, match="has not measured"):
+        loop.run_once(serving, PERIOD)
+    assert not [each for each in loop.folder.iterdir() if each.is_dir()]
