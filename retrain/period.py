@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from msgspec import Struct
 
@@ -31,7 +31,7 @@ def latest_drop(
     return drops[-1] if drops else None
 
 
-def latest_half(events: Sequence[Event]) -> Period:
+def latest_half(events: Iterable[Event]) -> Period:
     """From the middle one of all baseline sessions' beginnings, so that as many are left to be anchors."""
     begun: dict[str, float] = {}
     for event in events:

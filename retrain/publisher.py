@@ -49,13 +49,27 @@ class Publisher:
         self._pointers = pointers
         self._engine = engine
 
-    async def promote(self, version: DrafterVersion, why: str, *, who: str, force: bool = False) -> Published:
+    async def promote(
+        self,
+        version: DrafterVersion,
+        why: str,
+        *,
+        who: str,
+        force: bool = False,
+        instead_of: DrafterVersion | None = None,
+    ) -> Published:
         """Let an accepted version serve; the one that serves already is only told to the engine again.
 
         ``force`` takes one that the gate did not accept, or that was rolled back, and records that a person did.
+        ``instead_of`` is the version that it was judged against: nothing is done if another serves by now.
         """
         self._registry.get(version)
         pointer = await self._settle()
+        if instead_of not in (None, pointer.serving):
+            raise RegistryError(
+                f"version {version.id} was judged against {instead_of.id}, but {pointer.serving.id} serves by now; it "
+                f"was not promoted. To have it serve all the same: redraft drafters promote {version.id}"
+            )
         state = self._registry.get(version).state
         if state not in ("accepted", "retired", "serving"):
             if not force:

@@ -44,7 +44,7 @@ def main() -> None:
 
 @app.command()
 def run(
-    once: Annotated[bool, typer.Option("--once", help="One run, now; the only way there is so far.")],
+    once: Annotated[bool, typer.Option("--once", help="One run, now; the only way there is so far.")] = False,
     config: ConfigPath = None,
     since: Annotated[
         str | None,
@@ -72,7 +72,7 @@ def run(
         console.print(f"new traffic is what is later than {_moment(period.since)}: {period.why}", markup=False)
         outcome = loop.run_once(serving, period, progress)
     loop.registry.prune(shelf.config.retrain.keep_refused)
-    said = _conclude(shelf, outcome)
+    said = _conclude(shelf, outcome, serving)
     print(json.dumps(msgspec.to_builtins(outcome)) if as_json else said)
     raise typer.Exit(EXIT[outcome.result])
 
@@ -100,7 +100,7 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
     recipe = load_recipe(config.retrain.recipe or FINETUNE)
     loop = Loop(
         folder=config.retrain.home / "runs" / shelf.registry.target[:12],
-        events=lambda: list(log.events()),
+        events=log.events,
         contexts=contexts,
         registry=shelf.registry,
         target=load_target(resolve(config.engine.model), recipe),
@@ -109,7 +109,7 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
         traffic=config.traffic,
         gate=config.gate,
         costs=asyncio.run(_costs(shelf.engine)),
-        engine=lambda folder: build_core(config.engine.model_copy(update={"drafter": str(folder)})),
+        engine=lambda folder: build_core(config.engine.model_copy(update={"drafter": str(folder), "threads": 1})),
         block_length=config.engine.block_size - 1,
         busy=_busy(shelf.engine),
     )
@@ -159,14 +159,14 @@ def _period(shelf: Shelf, serving: DrafterVersion, since: str | None, why: str |
         except ValueError:
             raise UsageError(f"--since {since} is no time such as 2026-11-30T18:00") from None
         return Period(moment, why or "asked for")
-    events = list(open_log(shelf.config).events())
+    log = open_log(shelf.config)
     references = [reference for entered in shelf.registry.all() for reference in entered.references]
-    drop = latest_drop(events, serving, shelf.config.drift, references)
-    found = Period(drop.since, str(drop)) if drop else latest_half(events)
+    drop = latest_drop(log.events(), serving, shelf.config.drift, references)
+    found = Period(drop.since, str(drop)) if drop else latest_half(log.events())
     return msgspec.structs.replace(found, why=why) if why else found
 
 
-def _conclude(shelf: Shelf, outcome: Outcome) -> str:
+def _conclude(shelf: Shelf, outcome: Outcome, serving: DrafterVersion) -> str:
     """Let an accepted version serve, where that is wanted; what happened, in words."""
     report = f"\nThe report is {outcome.report}" if outcome.report else ""
     if outcome.result != "accepted" or outcome.version is None:
@@ -177,7 +177,9 @@ def _conclude(shelf: Shelf, outcome: Outcome) -> str:
             f"Accepted: {outcome.reason}. Version {version.id} waits for a person: "
             f"redraft drafters promote {version.id}{report}"
         )
-    published = asyncio.run(shelf.publishing(lambda publisher: publisher.promote(version, outcome.reason, who="gate")))
+    published = asyncio.run(
+        shelf.publishing(lambda publisher: publisher.promote(version, outcome.reason, who="gate", instead_of=serving))
+    )
     return f"Promoted: {outcome.reason}. {published.detail[0].upper()}{published.detail[1:]}{report}"
 
 

@@ -292,3 +292,17 @@ def test_a_publisher_killed_anywhere_leaves_a_version_that_can_serve_and_a_next_
         assert pointer and serving == [pointer.serving] == [versions[1]]
 
     assert killed_everywhere(prepare, check) > 20
+
+
+async def test_what_was_judged_against_one_version_does_not_take_the_place_of_another(
+    publisher: Publisher, versions: list[DrafterVersion], pointers: FilePointerStore
+) -> None:
+    first, second, third = versions
+    await promote(publisher, first)
+    await promote(publisher, second)
+    with pytest.raises(RegistryError, match=f"judged against {first.id}, but {second.id} serves"):
+        await publisher.promote(third, "better", who="gate", instead_of=first)
+    pointer = pointers.load(TARGET)
+    assert pointer is not None
+    assert pointer.serving == second
+    assert (await publisher.promote(third, "better", who="gate", instead_of=second)).pointer.serving == third
