@@ -90,7 +90,8 @@ class MemoryStore:
 class LocalStore:
     """Memory-mapped files in ``folder``, up to ``budget`` bytes: the oldest make room. Writes are whole or not at all.
 
-    A file that is damaged or of another generation counts as missing; a full disk keeps nothing and stops nobody.
+    A file that is damaged or of another generation counts as missing; a full disk keeps nothing and stops nobody. Only
+    its user may read the folder, for features tell their tokens.
     """
 
     name = "local"
@@ -98,6 +99,7 @@ class LocalStore:
 
     def __init__(self, folder: Path, budget: int = LOCAL_BYTES) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)
         self._folder = folder
         self._budget = budget
         found = sorted(

@@ -36,6 +36,7 @@ from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.measure import check_measured
 from redraft.retrain.gate.seen import TrainingRecord
+from redraft.retrain.loop_config import RUN_DATA
 from redraft.retrain.period import Period
 from redraft.retrain.registry.files import replace
 from redraft.retrain.registry.judged import record_verdict
@@ -47,8 +48,8 @@ from redraft.retrain.trainer import Progress, silent
 
 Result = Literal["accepted", "refused", "inconclusive", "too little"]
 
-DATA, OUTCOME, REPORT = "data.msgpack", "outcome.json", "gate"
-"""Of a run's folder: what an unfinished one learns from, how a finished one ended, and the gate's report."""
+OUTCOME, REPORT = "outcome.json", "gate"
+"""Of a run's folder: how a finished one ended, and the gate's report."""
 
 
 class Outcome(Struct, frozen=True):
@@ -150,7 +151,7 @@ class Loop:
         return Outcome(report.outcome, report.verdict.reason, version, str(run.folder / REPORT / writing.PAGE))
 
     def _data(self, run: _Run) -> TrafficData:
-        file = run.folder / DATA
+        file = run.folder / RUN_DATA
         if file.exists():
             try:
                 return msgspec.msgpack.decode(file.read_bytes(), type=TrafficData)
@@ -242,7 +243,7 @@ def _begin(folder: Path, serving: DrafterVersion, period: Period) -> _Run:
 
 
 def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
-    """The last run if it was stopped; one that began from another version is of no use any more."""
+    """The last run if it was stopped; one without data, or from another version, is of no use any more."""
     last = max((each for each in folder.iterdir() if each.name.isdigit()), default=None)
     if last is None or (last / OUTCOME).exists() or not (last / _BEGUN).exists():
         return None
@@ -251,16 +252,19 @@ def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
     except msgspec.DecodeError as error:
         _finish(last, Outcome("refused", f"{last / _BEGUN} cannot be read ({error})"))
         return None
-    if begun.serving == serving:
-        return _Run(last, begun.period)
-    _finish(last, Outcome("refused", "another version serves than the one that training began from"))
-    return None
+    if begun.serving != serving:
+        _finish(last, Outcome("refused", "another version serves than the one that training began from"))
+        return None
+    if not (last / RUN_DATA).exists():
+        _finish(last, Outcome("refused", "it was stopped before it had data, or they were erased"))
+        return None
+    return _Run(last, begun.period)
 
 
 def _finish(folder: Path, outcome: Outcome) -> None:
     """Note how a run ended, and forget the tokens and weights that it no longer needs."""
     content = json.dumps(msgspec.to_builtins(outcome), indent=1) + "\n"
-    (folder / DATA).unlink(missing_ok=True)
+    (folder / RUN_DATA).unlink(missing_ok=True)
     for name in ("state.pt", "drafter", "best"):
         path = folder / "training" / name
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

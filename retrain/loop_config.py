@@ -7,6 +7,9 @@ from pathlib import Path
 import platformdirs
 from pydantic import BaseModel, ConfigDict, Field
 
+RUN_DATA = "data.msgpack"
+"""In an unfinished run's folder: what it learns from, tokens included."""
+
 
 class RetrainConfig(BaseModel):
     """Settings of the loop that retrains, judges and publishes drafters."""
@@ -41,3 +44,17 @@ class RetrainConfig(BaseModel):
     @property
     def registry(self) -> Path:
         return self.home / "registry"
+
+    @property
+    def runs(self) -> Path:
+        """A folder a target, in which each run has one."""
+        return self.home / "runs"
+
+    @property
+    def features(self) -> Path:
+        return self.home / "features"
+
+    def forget_tokens(self) -> None:
+        """Remove what training keeps of tokens, whosever: features, which are made again, and unfinished runs' data."""
+        for file in (*self.features.glob("*"), *self.runs.glob(f"*/*/{RUN_DATA}")):
+            file.unlink(missing_ok=True)

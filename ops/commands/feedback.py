@@ -82,7 +82,8 @@ def erase(
 ) -> None:
     """Forget what was kept of a tenant, or of one session: events and tokens.
 
-    It may run beside a gateway; answers that end later are kept again.
+    Features that training keeps, and the data of a run that was stopped, go whosever they are. It may run beside a
+    gateway; answers that end later are kept again.
     """
     settings = load(config)[0].config
     names = None if session is None else {session, session_hash(tenant, session)}
@@ -93,6 +94,7 @@ def erase(
     contexts = open_contexts(settings)
     turns = sum(contexts.erase(tenant, name) for name in names) if names else contexts.erase(tenant)
     events = open_log(settings).erase(matches)
+    settings.retrain.forget_tokens()
     print(f"Erased {events} events and the tokens of {turns} turns")
 
 

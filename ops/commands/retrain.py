@@ -99,12 +99,12 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
     log, contexts = open_log(config), open_contexts(config)
     recipe = load_recipe(config.retrain.recipe or FINETUNE)
     loop = Loop(
-        folder=config.retrain.home / "runs" / shelf.registry.target[:12],
+        folder=config.retrain.runs / shelf.registry.target[:12],
         events=log.events,
         contexts=contexts,
         registry=shelf.registry,
         target=load_target(resolve(config.engine.model), recipe),
-        features=LocalStore(config.retrain.home / "features", config.retrain.feature_bytes),
+        features=LocalStore(config.retrain.features, config.retrain.feature_bytes),
         recipe=recipe,
         traffic=config.traffic,
         gate=config.gate,

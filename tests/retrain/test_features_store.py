@@ -121,3 +121,9 @@ def test_another_generation_s_files_are_never_read(tmp_path: Path, monkeypatch: 
     later = LocalStore(tmp_path, BUDGET)
     assert later.get(ref("a", generation=later.generation + 1)) is None
     assert later.get(ref("a")) is not None
+
+
+def test_only_its_user_may_read_a_folder_of_features_whoever_made_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    LocalStore(tmp_path, BUDGET)
+    assert tmp_path.stat().st_mode & 0o777 == 0o700

@@ -17,10 +17,11 @@ from redraft.engine.types import DrafterVersion
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import Stopped, TrainingError
-from redraft.retrain.features_store import MemoryStore
+from redraft.retrain.features_store import LocalStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate.config import GateConfig
-from redraft.retrain.loop import DATA, Loop
+from redraft.retrain.loop import Loop
+from redraft.retrain.loop_config import RUN_DATA, RetrainConfig
 from redraft.retrain.period import Period
 from redraft.retrain.registry.record import VersionRecord
 from redraft.retrain.registry.registry import Registry
@@ -117,7 +118,7 @@ def test_a_finished_run_keeps_no_tokens(make: Make, serving: DrafterVersion, ser
     loop = make()
     loop.run_once(serving, PERIOD)
     (run,) = (each for each in loop.folder.iterdir() if each.is_dir())
-    assert not (run / DATA).exists()
+    assert not (run / RUN_DATA).exists()
     text = ", ".join(map(str, served[0][:8]))
     assert not any(text in file.read_text(errors="ignore") for file in run.rglob("*") if file.is_file())
 
@@ -142,7 +143,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_data_it_began_with(
         make(features=Interrupted(1 << 20)).run_once(serving, PERIOD)
     loop = make()
     (run,) = (each for each in loop.folder.iterdir() if each.is_dir())
-    before = (run / DATA).read_bytes()
+    before = (run / RUN_DATA).read_bytes()
     del traffic.events[12:]
     assert loop.run_once(serving, Period(0.0, "another reason")).version is not None
     assert [each for each in loop.folder.iterdir() if each.is_dir()] == [run]
@@ -223,11 +224,11 @@ def test_a_run_that_cannot_go_on_is_given_up_and_the_next_begins_anew(make: Make
     with pytest.raises(Stopped):
         make(features=Interrupted(1 << 20)).run_once(serving, PERIOD)
     loop = make()
-    (loop.folder / "00001" / DATA).write_bytes(b"of another release")
+    (loop.folder / "00001" / RUN_DATA).write_bytes(b"of another release")
     with pytest.raises(TrainingError, match="next run collects anew"):
         loop.run_once(serving, PERIOD)
     assert json.loads((loop.folder / "00001" / "outcome.json").read_text())["result"] == "refused"
-    assert not (loop.folder / "00001" / DATA).exists()
+    assert not (loop.folder / "00001" / RUN_DATA).exists()
     assert loop.run_once(serving, PERIOD).version is not None
 
 
@@ -246,3 +247,23 @@ def test_nothing_is_trained_from_a_version_whose_drafts_the_engine_has_not_measu
     with pytest.raises(TrainingError, match="has not measured"):
         loop.run_once(serving, PERIOD)
     assert not [each for each in loop.folder.iterdir() if each.is_dir()]
+
+
+def test_erasure_reaches_the_features_and_the_data_of_a_stopped_run_which_begins_anew(
+    make: Make, serving: DrafterVersion, tmp_path: Path
+) -> None:
+    class Stopping(LocalStore):
+        def put(self, *arguments: Any) -> None:
+            super().put(*arguments)
+            raise Stopped("asked to stop")
+
+    config = RetrainConfig(folder=tmp_path / "home")
+    folder = config.runs / "target"
+    with pytest.raises(Stopped):
+        make(folder=folder, features=Stopping(config.features, 1 << 24)).run_once(serving, PERIOD)
+    assert list(config.features.iterdir())
+    config.forget_tokens()
+    assert list(config.features.iterdir()) == []
+    assert not (folder / "00001" / RUN_DATA).exists()
+    assert make(folder=folder).run_once(serving, PERIOD).version is not None
+    assert sorted(each.name for each in folder.iterdir() if each.is_dir()) == ["00001", "00002"]
