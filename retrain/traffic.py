@@ -12,6 +12,7 @@ before it older than all after it, and leaves a share of the period's baseline s
 | train | the rest of the period's sessions, up to the cut | captured spans, and a margin around them |
 
 A session is on one side only, and so is a turn: one that is held out is not learnt from in another session either.
+Turns that a grammar, penalties or biases had a part in judge nothing.
 Everything is decided by hashes, times and contents, so neither order nor repetition of events matters.
 """
 
@@ -85,6 +86,7 @@ class _Kept(Struct, frozen=True):
 
     time: float
     context: str | None
+    constrained: bool
     start: int = 0
     end: int = 0
     reason: Reason | None = None
@@ -216,10 +218,11 @@ def _sessions(events: Iterable[Event], target: str, left_out: Counter[str]) -> l
         session.agent_type = min(session.agent_type, origin.agent_type)
         if isinstance(event, SpanEvent):
             baseline = event.reason == "baseline"
-            session.kept.add(_Kept(event.time, event.context, event.start, event.end, event.reason, event.probability))
+            span = (event.start, event.end, event.reason, event.probability)
+            session.kept.add(_Kept(event.time, event.context, event.constrained, *span))
         else:
             baseline = event.baseline
-            session.kept.add(_Kept(event.time, event.context))
+            session.kept.add(_Kept(event.time, event.context, event.constrained))
         if baseline:
             session.baseline = min(session.baseline or 1.0, event.probability)
     left_out["another target"] += len(foreign - {None})
@@ -277,6 +280,7 @@ class _Reader:
                 and self._kept(size - prompt > 1, "too short")
                 and self._kept(size <= self.config.max_tokens, "too long")
                 and self._kept(judges or not looping, "looping")
+                and self._kept(not judges or not _steered(context, spans[name]), "steered")
             ):
                 continue
             weighted = self._supervised(session, context, spans[name]) if side == "train" else [(prompt, size, 1.0)]
@@ -304,6 +308,13 @@ class _Reader:
     def _weight(self, reason: Reason, probability: float) -> float:
         cap = self.config.weight_cap
         return REASON_WEIGHT[reason] * (min(1 / probability, cap) if probability > 0 else cap)
+
+
+def _steered(context: TurnContext, kept: Iterable[_Kept]) -> bool:
+    """Whether a grammar, penalties or biases had a part in the answer, which replay does not know of."""
+    sampling = context.sampling
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    return any(each.constrained for each in kept) or bool(sampling.logit_bias) or penalties != (0.0, 0.0, 1.0)
 
 
 def _samples(side: Side, session: _Session, turns: Iterable[_Turn]) -> Iterable[Sample]:

@@ -58,6 +58,7 @@ class Traffic:
         sampling: SamplingParams = GREEDY,
         tenant: str = "tenant",
         agent: str = "agent",
+        constrained: bool = False,
     ) -> str:
         context = TurnContext(
             tenant=tenant,
@@ -84,7 +85,7 @@ class Traffic:
             "time": time,
             "origin": origin,
             "sampling": sampling,
-            "constrained": False,
+            "constrained": constrained,
             "context": name,
             "probability": probability,
         }
@@ -337,3 +338,19 @@ def test_no_traffic_is_no_data() -> None:
     data = Traffic().collect(since=5.0)
     assert not (data.train or data.replay or data.validation or data.gate or data.anchor)
     assert data.cut > 5
+
+
+def test_answers_that_more_than_the_target_decided_judge_nothing_but_are_learnt_from() -> None:
+    traffic = Traffic()
+    for number in range(4):
+        traffic.turn(f"b{number}", number, random_tokens(20, number), 10, (11, 20, "baseline"), baseline=True)
+    biased, penalised = (
+        msgspec.structs.replace(GREEDY, **change)
+        for change in ({"logit_bias": ((5, 1.0),)}, {"repetition_penalty": 1.1})
+    )
+    for number, changes in ((4, {"constrained": True}), (5, {"sampling": biased}), (6, {"sampling": penalised})):
+        traffic.turn(f"b{number}", number, random_tokens(20, number), 10, baseline=True, **changes)  # type: ignore[arg-type]
+    data = traffic.collect(gate_share=0.5)
+    assert sessions(data.gate) == {"b3"}
+    assert data.left_out["steered"] == 3
+    assert sessions(traffic.collect(gate_share=0.0).train) == {f"b{number}" for number in range(7)}
