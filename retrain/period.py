@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from redraft.engine.types import DrafterVersion
 from redraft.feedback.drift.config import DriftConfig
@@ -24,11 +25,21 @@ class Period(Struct, frozen=True):
 def latest_drop(
     events: Iterable[Event], serving: DrafterVersion, config: DriftConfig, references: Iterable[Reference]
 ) -> DriftSignal | None:
-    """The last drop of the serving version that a monitor signals on all of the log."""
+    """The last drop of the serving version that a monitor signals on all of the log, since it began.
+
+    A drop that lasts is signalled again after every cool-down, and in one stratum after another: those that began
+    before half of the time from the signal before them had passed are one.
+    """
     monitor = DriftMonitor(config, references)
-    signals = [signal for event in events if isinstance(event, TurnEvent) for signal in monitor.update(event)]
-    drops = [signal for signal in signals if signal.drafter == serving and signal.direction == "drop"]
-    return drops[-1] if drops else None
+    drop: DriftSignal | None = None
+    for event in events:
+        for signal in monitor.update(event) if isinstance(event, TurnEvent) else ():
+            if signal.drafter != serving or signal.direction != "drop":
+                continue
+            if drop is not None and signal.since - drop.time <= signal.time - signal.since:
+                signal = replace(signal, since=min(drop.since, signal.since))
+            drop = signal
+    return drop
 
 
 def latest_half(events: Iterable[Event]) -> Period:
