@@ -156,17 +156,21 @@ class SegmentLog:
 
     def events(self) -> Iterator[Event]:
         """Every event there is, oldest first; damaged segments are passed over, and remembered in ``damaged``."""
-        cursor = START
+        for events, _ in self.read_on(START):
+            yield from events
+
+    def read_on(self, cursor: Cursor) -> Iterator[tuple[list[Event], Cursor]]:
+        """As `events`, of all that is behind ``cursor``: a few at a time, with the cursor behind them."""
         while True:
             try:
                 events, cursor = self.read(cursor, READ_AT_ONCE)
             except SegmentDamaged as damage:
                 self.damaged.append(damage)
-                cursor = damage.resume
-                continue
-            if not events:
-                return
-            yield from events
+                events, cursor = [], damage.resume
+            else:
+                if not events:
+                    return
+            yield events, cursor
 
     def tail(self, count: int) -> list[Event]:
         """The last events, oldest first; damaged segments give what can be read of them."""
@@ -181,10 +185,13 @@ class SegmentLog:
         return found[-count:] if count else []
 
     def erase(self, matches: Callable[[Event], bool]) -> int:
-        """Overwrite the events that match, wherever they are; returns how many. The writer may go on meanwhile."""
+        """Overwrite the events that match, wherever they are; returns how many. The writer may go on meanwhile.
+
+        What is behind damage cannot be told, so it stays; ``damaged`` says where.
+        """
         erased = 0
         for number in self._segments():
-            with self._path(number).open("r+b", buffering=0) as file:
+            with suppress(FileNotFoundError), self._path(number).open("r+b", buffering=0) as file:
                 try:
                     for frame in self._frames(number, 0):
                         event = self._decode(frame)
@@ -192,14 +199,19 @@ class SegmentLog:
                             blank = _frame(_ERASED * len(frame.payload))
                             os.pwrite(file.fileno(), blank, frame.offset)
                             erased += 1
-                except SegmentDamaged:
-                    continue
-                os.fdatasync(file.fileno())
+                except SegmentDamaged as damage:
+                    self.damaged.append(damage)
+                finally:
+                    os.fdatasync(file.fileno())
         return erased
 
     def size(self) -> int:
         """Bytes of all segments."""
-        return sum(self._path(number).stat().st_size for number in self._segments())
+        total = 0
+        for number in self._segments():
+            with suppress(FileNotFoundError):
+                total += self._path(number).stat().st_size
+        return total
 
     def _decode(self, frame: _Frame) -> Event | None:
         if frame.payload.startswith(_ERASED):

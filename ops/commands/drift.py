@@ -15,13 +15,12 @@ from redraft.engine.checkpoints import identity, resolve
 from redraft.feedback.drift.monitor import DriftMonitor
 from redraft.feedback.drift.signal import DriftSignal, DriftStatus, StratumStatus
 from redraft.feedback.events import START, Cursor, TurnEvent
-from redraft.feedback.segments import SegmentDamaged, SegmentLog
+from redraft.feedback.segments import SegmentLog
 from redraft.ops.commands.options import ConfigPath, load
 from redraft.ops.errors import UsageError
 from redraft.ops.feedback import open_log
 from redraft.retrain.registry.registry import open_registry
 
-READ_AT_ONCE = 1000
 REFRESH_SECONDS = 2.0
 WIDTH = 160
 SHOWN_SIGNALS = 10
@@ -50,6 +49,8 @@ def drift(
         print(msgspec.json.encode({"status": monitor.status(), "signals": signals}).decode())
     elif not watch:
         _say(console, monitor.status(), signals)
+        for damage in log.damaged:
+            print(damage)
     else:
         with Live(_table(monitor.status()), console=console, auto_refresh=False) as live:
             while True:
@@ -60,20 +61,15 @@ def drift(
                 live.update(_table(monitor.status()), refresh=True)
 
 
-def _follow(monitor: DriftMonitor, log: SegmentLog, cursor: Cursor) -> tuple[list[DriftSignal], Cursor]:
+def _follow(monitor: DriftMonitor, log: SegmentLog, after: Cursor) -> tuple[list[DriftSignal], Cursor]:
     """Give the monitor what is behind a cursor; damaged segments are passed over."""
     signals: list[DriftSignal] = []
-    while True:
-        try:
-            events, cursor = log.read(cursor, READ_AT_ONCE)
-        except SegmentDamaged as damage:
-            cursor = damage.resume
-            continue
-        if not events:
-            return signals, cursor
+    cursor = after
+    for events, cursor in log.read_on(after):  # noqa: B007 (returned)
         for event in events:
             if isinstance(event, TurnEvent):
                 signals += monitor.update(event)
+    return signals, cursor
 
 
 def _say(console: Console, status: DriftStatus, signals: list[DriftSignal]) -> None:

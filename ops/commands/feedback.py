@@ -93,9 +93,14 @@ def erase(
 
     contexts = open_contexts(settings)
     turns = sum(contexts.erase(tenant, name) for name in names) if names else contexts.erase(tenant)
-    events = open_log(settings).erase(matches)
+    log = open_log(settings)
+    events = log.erase(matches)
     settings.retrain.forget_tokens()
     print(f"Erased {events} events and the tokens of {turns} turns")
+    for damage in log.damaged:
+        print(f"{damage} Remove it, to be sure that nothing of theirs is left there")
+    if log.damaged:
+        raise typer.Exit(1)
 
 
 def _row(event: Event) -> tuple[str, ...]:

@@ -314,6 +314,54 @@ def test_erased_events_are_gone_from_the_disk_and_cursors_stay_good(tmp_path: Pa
     assert read_all(SegmentLog(tmp_path)) == [*others, *make_events(1, first=12)]
 
 
+def test_erasure_says_where_damage_kept_it_from_reading_and_goes_on_behind(tmp_path: Path) -> None:
+    log = SegmentLog(tmp_path, segment_bytes=2000)
+    for event in make_events(12, tenant="acme-secret"):
+        log.append([event])
+    first, *_, last = segments(tmp_path)
+    data = bytearray(first.read_bytes())
+    data[-5] ^= 0xFF
+    first.write_bytes(data + b"more")
+    eraser = SegmentLog(tmp_path)
+    assert 0 < eraser.erase(lambda event: True) < 12
+    assert [damage.path for damage in eraser.damaged] == [first]
+    assert b"acme-secret" not in last.read_bytes()
+
+
+def test_erasure_and_size_pass_over_a_segment_that_retention_takes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = SegmentLog(tmp_path, segment_bytes=2000)
+    for event in make_events(12):
+        log.append([event])
+    eraser = SegmentLog(tmp_path)
+    listed = eraser._segments()
+    monkeypatch.setattr(eraser, "_segments", lambda: listed)
+    size = eraser.size()
+    segments(tmp_path)[0].unlink()
+    assert 0 < eraser.size() < size
+    assert 0 < eraser.erase(lambda event: True) < 12
+
+
+def test_reading_on_gives_what_is_new_and_passes_damage_once(tmp_path: Path) -> None:
+    log = SegmentLog(tmp_path, segment_bytes=2000)
+    events = make_events(12)
+    for event in events:
+        log.append([event])
+    reader = SegmentLog(tmp_path)
+    *_, (_, cursor) = reader.read_on(START)
+    assert list(reader.read_on(cursor)) == []
+    damaged = segments(tmp_path)[-1]
+    damaged.write_bytes(damaged.read_bytes() + b"\x05\0\0\0" + b"wrong" * 9)
+    log.close()
+    with (tmp_path / f"{int(damaged.stem) + 1:012d}.seg").open("wb") as later:
+        later.write(damaged.read_bytes()[:0])
+    *_, (_, cursor) = reader.read_on(cursor)
+    assert len(reader.damaged) == 1
+    assert list(reader.read_on(cursor)) == []
+    assert len(reader.damaged) == 1
+
+
 def test_only_its_user_may_read_the_log(tmp_path: Path) -> None:
     log = SegmentLog(tmp_path / "log")
     log.append(make_events(1))
