@@ -104,7 +104,7 @@ def test_sessions_that_training_saw_under_another_name_are_set_aside_until_they_
 def test_a_drafter_that_drafts_as_well_at_a_higher_price_is_slower(
     judged: Judge, untrained: Path, trained: Path, tmp_path: Path
 ) -> None:
-    deepened(trained, tmp_path / "deep", 8)
+    deepened(trained, tmp_path / "deep", 32)
     costs = cost_table(content_id(trained), content_id(untrained), verify=1.0, draft=10.0)
     report = judged(old=trained, new=tmp_path / "deep", costs=costs)
     assert report.draft_cost is not None
