@@ -169,15 +169,15 @@ class Loop:
 
     def _missing(self, data: TrafficData) -> str:
         """What keeps a run from an answer, in words; sessions to judge by may still come while it trains."""
-        anchors = len({sample.session for sample in data.anchor})
-        gate = len({sample.session for sample in data.gate})
+        anchors, gate = (len({sample.session for sample in side if sample.greedy}) for side in (data.anchor, data.gate))
         lacking = []
         if not data.train:
             lacking.append("no session to learn from")
         if anchors < self.gate.min_anchor_sessions:
-            lacking.append(f"{anchors} of {self.gate.min_anchor_sessions} anchor sessions")
+            lacking.append(f"{anchors} of {self.gate.min_anchor_sessions} anchor sessions with greedy answers")
         if gate * 2 < self.gate.min_sessions:
-            lacking.append(f"{gate} sessions to judge by, of which training may at most double the number")
+            wanted = self.gate.min_sessions
+            lacking.append(f"{gate} of {wanted} sessions to judge by with greedy answers, not even half")
         if not lacking:
             return ""
         left_out = ", ".join(f"{count} {why}" for why, count in data.left_out.items())

@@ -13,7 +13,7 @@ import pytest
 
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, save
 from redraft.engine.drafters.loading import content_id
-from redraft.engine.types import DrafterVersion
+from redraft.engine.types import DrafterVersion, SamplingParams
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import Stopped, TrainingError
@@ -170,6 +170,19 @@ def test_too_little_traffic_is_said_with_what_is_missing(make: Make, serving: Dr
     assert outcome.result == "too little"
     assert "of 20 anchor sessions" in outcome.reason
     assert [each.version for each in loop.registry.all()] == [serving]
+
+
+def test_nothing_is_trained_that_only_sampled_answers_could_judge(
+    make: Make, serving: DrafterVersion, served: list[list[int]], target: FrozenTarget
+) -> None:
+    sampled = Traffic()
+    for number, tokens in enumerate(served):
+        time = number + (0.0 if number < 12 else SINCE)
+        arguments = {"baseline": True, "target": target.identity, "sampling": SamplingParams()}
+        sampled.turn(f"session-{number}", time, tokens, 30, **arguments)  # type: ignore[arg-type]
+    outcome = make(events=lambda: sampled.events, contexts=sampled.contexts).run_once(serving, PERIOD)
+    assert outcome.result == "too little"
+    assert "0 of 3 sessions to judge by with greedy answers" in outcome.reason
 
 
 def test_two_runs_at_once_are_one_and_a_refusal_in_words(make: Make, serving: DrafterVersion) -> None:
