@@ -134,14 +134,14 @@ class Recorder:
                 if pause is None or self._closing.wait(pause):
                     self._drop("storage", len(captured), str(error))
                     return
-            except Exception as error:  # noqa: BLE001 (as above)
+            except Exception as error:  # noqa: BLE001 (a fault of ours costs events, never serving)
                 self._drop("fault", len(captured), repr(error))
                 return
 
     def _captured(self, turn: Turn) -> Captured | None:
         try:
             return self._capture(turn)
-        except Exception as error:  # noqa: BLE001 (a fault of ours costs events, never serving)
+        except Exception as error:  # noqa: BLE001 (as above)
             self._drop("fault", 1, repr(error))
             return None
 
