@@ -204,7 +204,7 @@ class PrefixCache:
             if not found:
                 break
             candidates = found
-        lengths = [(_shared(sequence.tokens, prompt), sequence) for sequence in candidates[-MAX_CANDIDATES:]]
+        lengths = [(_shared(sequence.tokens, prompt), sequence) for sequence in candidates[: -MAX_CANDIDATES - 1 : -1]]
         hit, best = max(lengths, key=lambda item: (item[0], not item[1].running), default=(0, None))
         return best, hit
 

@@ -50,6 +50,9 @@ PREFILL_CONTEXT = 1024
 Where answers are running, a pass has fewer rows by that.
 """
 
+BUSY_ROWS = 16
+"""Rows for which draft K/V is made again after a pass of running answers: they take less time than the pass."""
+
 MIN_DRAFT_WINDOW = 64
 """Tokens of draft K/V from which a drafter that did not see a prompt's beginning takes over from n-gram."""
 
@@ -220,19 +223,23 @@ class EngineCore:
     def rematerialise(self) -> bool:
         """Grow the draft K/V of the latest idle prefix that lacks some backwards by a chunk; False if none lacks any.
 
-        For when there is nothing to run. The target's K/V stays as it is, bit by bit.
+        For when there is nothing to run.
         """
+        return self._grow_draft_kv(self.cache.idle(), PREFILL_ROWS)
+
+    def _grow_draft_kv(self, sequences: Iterable[CachedSequence], rows: int) -> bool:
+        """By ``rows`` at most, of the first that lacks some; the target's K/V stays as it is, bit by bit."""
         drafter = self.drafter
         if drafter is None or drafter.kv is None:
             return False
-        for sequence in self.cache.idle():
+        for sequence in sequences:
             self._claim_draft_kv(sequence, drafter)
             if sequence.draft_start > 0:
                 break
         else:
             return False
         end = sequence.draft_start
-        start = max(0, end - PREFILL_ROWS)
+        start = max(0, end - rows)
         segments = [Segment(0, end - start, sequence.start, start)]
         at = torch.arange(start, end, device=self.target.device)
         tokens = torch.tensor(sequence.tokens[start:end], device=self.target.device)
@@ -249,7 +256,8 @@ class EngineCore:
         """Admit what fits, run one pass, and return what it committed."""
         self._admit()
         started = perf_counter()
-        batch = [*self._decoding_rows(), *self._prompt_rows()]
+        prompts = [*self._prompt_rows()]
+        batch = [*self._decoding_rows(), *prompts]
         if not batch:
             return []
         drafted = perf_counter()
@@ -279,6 +287,9 @@ class EngineCore:
                     logger.exception("request %s is aborted", request_id)
                     commits.extend(self.abort(request_id))
             first = end
+        if not prompts:
+            mine = [sequence.kv for sequence in self.running if sequence.drafter is self.drafter]
+            self._grow_draft_kv(sorted(mine, key=lambda kv: kv.draft_start), BUSY_ROWS)
         return _with_entropy(commits, logits, committed_rows)
 
     def _check(self, request: GenerationRequest) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable
-from itertools import cycle
+from itertools import cycle, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ import torch
 from redraft.engine.drafters.base import Drafter
 from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
-from redraft.engine.embedded.core import PREFILL_ROWS, EngineCore
+from redraft.engine.embedded.core import BUSY_ROWS, PREFILL_ROWS, EngineCore
 from redraft.engine.embedded.model import Target
 from redraft.engine.protocol import RequestRefused
 from redraft.engine.types import (
@@ -293,9 +293,33 @@ def test_the_latest_used_prefix_is_first_and_one_with_a_grown_window_goes_on_whe
     core.submit(request("again", [*latest.tokens, 5, 6, 7]))
     core.step()
     assert (core.running[0].kv, latest.draft_start) == (latest, grown)
-    run(core, [])
+    core.abort("again")
     core.rematerialise()
     assert (latest.draft_start, older.drafter) == (max(0, grown - PREFILL_ROWS), None)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_an_engine_that_is_never_idle_makes_draft_kv_again_a_few_rows_after_each_pass(
+    make_core: MakeCore, make_drafter: MakeDrafter, tiny_checkpoint: Path, tiny_target: Target, invariant: bool
+) -> None:
+    """Else a prefix that all sessions share would be drafted for by n-gram, or without its tools, until the night."""
+    target = tiny_target if invariant else load_target(tiny_checkpoint, invariant=False)
+    prompt = [*PROMPT, 1, 2, 3]
+    expected = answers(run(make_core(target=target), [request("next", prompt, max_tokens=40)]))
+    core = make_core(make_drafter(), target=target)
+    run(core, [request("r", PROMPT)])
+    core.versions.add(make_drafter(seed=1, version=NEWER))
+    core.activate(point(NEWER))
+    core.submit(request("next", prompt, max_tokens=40))
+    starts, commits = [], []
+    while core.running or core.waiting:
+        commits += core.step()
+        starts += [running.kv.draft_start for running in core.running]
+    assert starts[0] == len(PROMPT)
+    assert max(one - other for one, other in pairwise(starts)) == BUSY_ROWS
+    assert starts[-1] == 0
+    if invariant:
+        assert answers(commits) == expected
 
 
 def test_a_prefix_that_was_given_draft_kv_while_idle_is_drafted_for_at_once(
