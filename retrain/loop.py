@@ -25,6 +25,7 @@ from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import Capabilities, DrafterVersion, Stratum
 from redraft.feedback.contexts import ContextStore
 from redraft.feedback.events import Event
+from redraft.retrain.background import Duty, stopped_by_signals
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import Stopped, TrainingError
@@ -131,21 +132,23 @@ class Loop:
         seen = TrainingRecord.of([*data.train, *data.replay, *data.validation])
         replace(self._seen_file(version), msgspec.msgpack.encode(seen))
         data = with_later_gate(data, self.events(), self.contexts, self.traffic)
-        report = judge(
-            data.gate,
-            data.anchor,
-            old=parent,
-            new=self.registry.path(version),
-            target=self.target,
-            costs=self.costs,
-            engine=self.engine,
-            seen=self._seen(version),
-            block_length=self.block_length,
-            config=self.gate,
-            look=1 + self._looks(serving),
-            stratum=_stratum,
-            progress=progress,
-        )
+        with stopped_by_signals() as stop:
+            report = judge(
+                data.gate,
+                data.anchor,
+                old=parent,
+                new=self.registry.path(version),
+                target=self.target,
+                costs=self.costs,
+                engine=self.engine,
+                seen=self._seen(version),
+                block_length=self.block_length,
+                config=self.gate,
+                look=1 + self._looks(serving),
+                stratum=_stratum,
+                between=Duty(self.busy, stop),
+                progress=progress,
+            )
         writing.write(report, run.folder / REPORT)
         record_verdict(self.registry, report, run.folder / REPORT / writing.PAGE)
         return Outcome(report.outcome, report.verdict.reason, version, str(run.folder / REPORT / writing.PAGE))

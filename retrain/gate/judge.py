@@ -44,7 +44,7 @@ from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.gate.statistics import level_of
 from redraft.retrain.gate.verdict import Evidence, decide
 from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay
-from redraft.retrain.trainer import Progress, silent
+from redraft.retrain.trainer import Progress, at_once, silent
 
 MAX_SET_ASIDE = 0.5
 """Share of judging sessions whose answers training may have seen under other names before the split is at fault."""
@@ -64,6 +64,7 @@ def judge(
     config: GateConfig,
     look: int = 1,
     stratum: Callable[[Sample, int], Stratum] | None = None,
+    between: Callable[[], None] = at_once,
     progress: Progress = silent,
 ) -> Report:
     """Judge the drafter in ``new`` by whole sessions, against the one in ``old`` (None: the floor, n-gram).
@@ -72,7 +73,7 @@ def judge(
     grammar; sampled and overlong ones are counted as unusable. ``engine`` makes an idle engine that serves the drafter
     in a folder, as `build_core` does. ``seen`` is what ``new`` and its ancestors learnt from. ``look`` counts the tests
     of this series, from 1; later ones are held to more. ``stratum``, of a sample and a context bucket, gives the report
-    references for drift.
+    references for drift. ``between`` is called before each pass that reads features: it may wait there, or raise.
     Raises `DrafterError` if a folder holds no drafter of the target, `TrainingError` if ``costs`` lacks the old one's.
     """
     folders = [new] if old is None else [old, new]
@@ -105,7 +106,7 @@ def judge(
     context = round(median(len(sample.token_ids) for samples in kept.values() for sample in samples))
     draft_cost = measure_drafts(old, new, target, context=context, sequences=config.sequences)
     prices = step_costs(costs, old_version, draft_cost)
-    answers = _replay_all(kept, old, new, target, prices, block_length, progress)
+    answers = _replay_all(kept, old, new, target, prices, block_length, between, progress)
     rows = [row for kind in answers for row in session_rows(kind, answers[kind])]
     found = _comparisons(rows, level, config)
     core, can = engine(new)
@@ -167,6 +168,7 @@ def _replay_all(
     target: FrozenTarget,
     prices: tuple[StepCost, StepCost],
     block_length: int,
+    between: Callable[[], None],
     progress: Progress,
 ) -> dict[str, list[Answer]]:
     captures: dict[tuple[int, ...], PatientCapture] = {}
@@ -174,7 +176,9 @@ def _replay_all(
     def drafting(folder: Path) -> DFlashReplay:
         model = DFlashModel.load(folder, target.target.device)
         layers = model.config.feature_layers
-        captures.setdefault(layers, PatientCapture(target.target, layers, CAPTURE_ROWS[target.target.device.type]))
+        captures.setdefault(
+            layers, PatientCapture(target.target, layers, CAPTURE_ROWS[target.target.device.type], between)
+        )
         return DFlashReplay(model, target, captures[layers])
 
     by_old = NgramReplay(block_length) if old is None else drafting(old)
