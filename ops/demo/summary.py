@@ -31,12 +31,10 @@ def sentences(result: Result) -> Iterator[str]:
     if result.judged is not None and result.judged.old.tau and result.judged.new.tau:
         before, after = result.judged.old, result.judged.new
         yield (
-            f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have "
-            f"produced {_length(before)} tokens a pass and the new one {_length(after)}, for the very same answers."
+            f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have produced "
+            f"{_length(before)} tokens a pass and the new one {_length(after)}, {after.tau / before.tau - 1:+.0%}, for "
+            "the very same answers."
         )
-        if old.tau and after.tau and before.tau and old.tau > before.tau:
-            share = (after.tau - before.tau) / (old.tau - before.tau)
-            yield f"That is {share:.0%} of the way back from the drop to where it stood before the rewrite."
     poisoned = result.poisoned
     if poisoned is not None:
         rule = f" ({poisoned.rule})" if poisoned.rule else ""

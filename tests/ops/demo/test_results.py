@@ -85,7 +85,7 @@ def test_the_summary_tells_every_part_with_its_numbers(result: Result) -> None:
         "1.6 minutes",
         "verdict: promoted",
         "4.00 (240/60)",
-        "67% of the way back",
+        "+67%, for the very same answers",
         "refused (slower): it is slow",
         "200 requests, 0 failed",
     ):
@@ -103,7 +103,7 @@ def test_a_refused_candidate_is_told_without_a_recovery(result: Result) -> None:
     )
     text = " ".join(sentences(refused))
     assert "verdict: refused" in text
-    assert "way back" not in text
+    assert "the very same answers" not in text
 
 
 def test_the_picture_is_drawn(result: Result, tmp_path: Path) -> None:
