@@ -95,9 +95,8 @@ def test_draft_kv_of_another_version_is_not_read(make_core: MakeCore, make_draft
     asked = []
     while core.running or core.waiting:
         windows = [running.kv.length - running.kv.draft_start for running in core.running]
-        for commit in core.step():
-            if commit.verify_step is not None:
-                asked.append((windows[0] >= MIN_DRAFT_WINDOW, commit.verify_step.drafter))
+        steps = (commit.verify_step for commit in core.step() if commit.verify_step)
+        asked += [(windows[0] >= MIN_DRAFT_WINDOW, step.drafter) for step in steps]
     assert set(asked) == {(False, NgramDrafter.version), (True, DrafterVersion("dflash", "newer"))}
 
 
