@@ -28,11 +28,12 @@ def sentences(result: Result) -> Iterator[str]:
         f"It trained a candidate on the traffic it had kept, in {_minutes(result.run.seconds)}, while serving went on. "
         f"The gate's verdict: {result.run.outcome}."
     )
-    if result.judged is not None and result.judged.old.tau and result.judged.new.tau:
+    if result.judged is not None and result.judged.new.verify_steps:
         before, after = result.judged.old, result.judged.new
+        gain = before.verify_steps / after.verify_steps - 1
         yield (
             f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have produced "
-            f"{_length(before)} tokens a pass and the new one {_length(after)}, {after.tau / before.tau - 1:+.0%}, for "
+            f"{_length(before)} tokens a pass and the new one {_length(after)}, {gain:+.0%}, for "
             "the very same answers."
         )
     poisoned = result.poisoned
