@@ -73,7 +73,7 @@ async def _run(quick: bool) -> dict[str, Any]:
             rate, seconds = await _capacity(served, 12 if quick else 40)
             think = max(0.0, AGENTS / (LOAD * rate) - seconds)
             metrics["nospec_requests_per_s"] = rate
-            plan = replace(plan, concurrency=AGENTS, think=think, think_training=think)
+            plan = replace(plan, agents=AGENTS, agents_training=AGENTS, think=think, think_training=think)
             story = Story(served, plan, progress, _ticked, _step)
             try:
                 await story.play()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from redraft.engine.checkpoints import resolve
@@ -141,8 +141,8 @@ async def offer_poisoned(
     data = run_data(story)
     report = await asyncio.to_thread(
         judge,
-        data.gate,
-        data.anchor,
+        _of_few(data.gate, story.served.config.gate.min_sessions),
+        _of_few(data.anchor, story.served.config.gate.min_anchor_sessions),
         old=old,
         new=poisoned,
         target=target,
@@ -168,6 +168,12 @@ def run_data(story: Story) -> TrafficData:
     events, store = list(open_log(config).events()), open_contexts(config)
     data = collect(events, store, target=story.target, since=story.signal.since, config=config.traffic)
     return with_later_gate(data, events, store, config.traffic)
+
+
+def _of_few(samples: Sequence[Sample], sessions: int) -> list[Sample]:
+    """Those of so many sessions."""
+    kept = set(spread(sorted({sample.session for sample in samples}), sessions))
+    return [sample for sample in samples if sample.session in kept]
 
 
 def frozen_target(story: Story) -> FrozenTarget:

@@ -45,11 +45,12 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect``
     what is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on
-    show what came of it. Agents think for ``think`` seconds on average between requests, and for ``think_training``
-    while training runs. ``recipe`` is training's, ``settings`` are the deployment's.
+    show what came of it. ``agents`` think for ``think`` seconds on average between requests; while training runs there
+    are ``agents_training``, who think for ``think_training``. ``recipe`` is training's, ``settings`` the deployment's.
     """
 
-    concurrency: int = 2
+    agents: int = 2
+    agents_training: int = 1
     turns: int
     max_tokens: int
     think: float = 0.0
@@ -74,29 +75,29 @@ RECIPE = {
     "pass_tokens": 1,
 }
 FULL = Plan(
-    turns=4,
+    turns=3,
     max_tokens=96,
     think_training=2.0,
     before=78,
     drift=60,
-    collect=45,
-    judged=40,
-    recipe={**RECIPE, "steps": 80, "eval_every": 20, "held_out": 12},
+    collect=40,
+    judged=30,
+    recipe={**RECIPE, "steps": 80, "eval_every": 20, "held_out": 8},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 60},
+        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 40},
     },
 )
 FAST = Plan(
-    turns=2,
+    turns=1,
     max_tokens=48,
     think_training=2.0,
     before=40,
     drift=30,
-    collect=20,
+    collect=16,
     judged=10,
-    recipe={**RECIPE, "steps": 24, "sequences": 3, "eval_every": 24, "held_out": 4},
+    recipe={**RECIPE, "steps": 30, "sequences": 3, "eval_every": 30, "held_out": 4},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
@@ -223,7 +224,7 @@ class Story:
         await drive(
             self._client,
             named_sessions(),
-            concurrency=self.plan.concurrency,
+            concurrency=self.plan.agents_training if name == "training" else self.plan.agents,
             turns=self.plan.turns,
             think=self.plan.think_training if name == "training" else self.plan.think,
             report=report,
