@@ -69,7 +69,8 @@ def run(
     with progress_bar() as progress:
         loop, serving = _loop(shelf)
         period = _period(shelf, serving, since, why)
-        console.print(f"new traffic is what is later than {_moment(period.since)}: {period.why}", markup=False)
+        new = f"what is later than {_moment(period.since)}" if period.since else "all there is"
+        console.print(f"new traffic is {new}: {period.why}", markup=False)
         outcome = loop.run_once(serving, period, progress)
     loop.registry.prune(shelf.config.retrain.keep_refused)
     said = _conclude(shelf, outcome, serving)
