@@ -23,12 +23,12 @@ def order_dependent_noise(config: EngineConfig, socket: Path) -> None:
 
 
 def trusted_drafts(config: EngineConfig, socket: Path) -> None:
-    """Drafted tokens are taken whatever the target says."""
+    """The first drafted token is taken whatever the target says."""
     verify, choose = EngineCore._verify, TokenChooser.choose
     trusted: dict[TokenChooser, list[int]] = {}
 
     def remember(self: EngineCore, rows: Rows, *arguments: Any) -> Commit:
-        trusted[rows.sequence.chooser] = list(reversed(rows.tokens[1:]))
+        trusted[rows.sequence.chooser] = list(rows.tokens[1:2])
         return verify(self, rows, *arguments)
 
     def wrong(self: TokenChooser, logits: Tensor, arg_max: int, position: int) -> int:

@@ -109,9 +109,7 @@ def test_nothing_is_accepted_on_a_replay_that_could_not_be_compared_with_the_eng
 
 def test_an_open_verdict_says_how_many_sessions_more_would_close_it() -> None:
     verdict = decide(evidence(gain=bounds(-0.02, 0.06), anchor_gain=bounds(-0.055, -0.005)), CONFIG)
-    assert verdict.more_sessions == pytest.approx(
-        274, rel=0.07
-    )  # 40 * (1.96 + 0.84) ** 2: the error is as large as the gain
+    assert verdict.more_sessions == 291  # 40 * ((1.96 + 0.84) * error / (gain - LEAST_GAIN)) ** 2 - 40
     assert verdict.more_anchor_sessions
     nearer = decide(evidence(gain=bounds(-0.01, 0.07)), CONFIG)
     assert nearer.more_sessions
