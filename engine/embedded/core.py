@@ -51,7 +51,7 @@ Where answers are running, a pass has fewer rows by that.
 """
 
 BUSY_ROWS = 16
-"""Rows for which draft K/V is made again after a pass of running answers: they take less time than the pass."""
+"""Rows for which draft K/V is made again after a pass of running answers; bounds what that adds to the pass."""
 
 MIN_DRAFT_WINDOW = 64
 """Tokens of draft K/V from which a drafter that did not see a prompt's beginning takes over from n-gram."""
