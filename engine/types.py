@@ -101,6 +101,10 @@ class DrafterVersion(Struct, frozen=True):
     id: str
 
 
+FLOOR = DrafterVersion("ngram", "builtin")
+"""n-gram: always there, and without a checkpoint."""
+
+
 class VerifyStep(Struct, frozen=True, kw_only=True):
     """One request's part in one decode-phase target pass.
 
@@ -271,6 +275,18 @@ def context_bucket(position: int) -> int:
     while bucket < position:
         bucket *= 2
     return bucket
+
+
+def shared_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the longest common beginning of two runs of token ids.
+
+    >>> shared_length([1, 2, 3], [1, 2, 4, 5]), shared_length([1, 2], [1, 2, 3]), shared_length([], [1])
+    (2, 2, 0)
+    """
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return min(len(one), len(other))
 
 
 def is_looping(tokens: Sequence[int]) -> bool:

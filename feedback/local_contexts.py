@@ -15,14 +15,14 @@ import shutil
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
-from redraft.engine.types import SamplingParams
+from redraft.engine.types import SamplingParams, shared_length
 from redraft.feedback.contexts import TurnContext, context_id, session_key
 from redraft.feedback.metrics import CaptureMetrics
 
@@ -80,7 +80,7 @@ class LocalContextStore:
             last = self._remembered(id_[:16], path, os.fstat(file).st_size)
             if id_ in last.ids:
                 return id_
-            shared = _shared(last.tokens, context.token_ids)
+            shared = shared_length(last.tokens, context.token_ids)
             data = _encode(id_, context, shared)
             os.ftruncate(file, last.size)
             try:
@@ -183,7 +183,7 @@ class LocalContextStore:
                 with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
                     before: tuple[int, ...] = ()
                     for context in keep:
-                        file.write(_encode(context_id(context), context, _shared(before, context.token_ids)))
+                        file.write(_encode(context_id(context), context, shared_length(before, context.token_ids)))
                         before = context.token_ids
                 new.replace(path)
             return len(turns) - len(keep)
@@ -260,13 +260,6 @@ def _turns(data: bytes) -> Iterator[tuple[str, TurnContext, int]]:
             sampling=turn.sampling,
         )
         yield turn.id, context, offset
-
-
-def _shared(before: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common beginning."""
-    if tuple(tokens[: len(before)]) == tuple(before):
-        return len(before)
-    return next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(tokens))
 
 
 def _created(path: Path) -> int:

@@ -18,7 +18,7 @@ from redraft.engine.checkpoints.checkpoint import ModelConfig
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.cache import new_kv, pages
 from redraft.engine.embedded.model import Target
-from redraft.engine.types import FeatureRef
+from redraft.engine.types import FeatureRef, shared_length
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.features_store import FeatureStore
 
@@ -125,7 +125,7 @@ class PatientCapture:
             kv = self._new_kv(pages(len(sequence)))
             kv[:, : self._kv.shape[1]] = self._kv
             self._kv = kv
-        first = shared(self._tokens, sequence)
+        first = shared_length(self._tokens, sequence)
         parts = [Captured(*(rows[:first] for rows in self._captured))] if first else []
         self._tokens = ()
         while first < len(sequence):
@@ -150,11 +150,6 @@ def check_layers(target: Target, layers: Sequence[int]) -> tuple[int, ...]:
     if list(layers) != sorted(set(layers)) or not all(0 <= layer < target.config.layers for layer in layers):
         raise ValueError(f"feature layers {list(layers)} must ascend within 0 to {target.config.layers - 1}")
     return tuple(layers)
-
-
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class FeatureCache:

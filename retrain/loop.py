@@ -30,6 +30,7 @@ from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import FeatureStore
+from redraft.retrain.files import replace
 from redraft.retrain.finetune import Candidate, finetune
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate import writing
@@ -39,7 +40,6 @@ from redraft.retrain.gate.measure import check_measured
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.loop_config import RUN_DATA
 from redraft.retrain.period import Period
-from redraft.retrain.registry.files import replace
 from redraft.retrain.registry.judged import record_verdict
 from redraft.retrain.registry.record import Entered, VersionRecord
 from redraft.retrain.registry.registry import Registry

@@ -17,10 +17,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from redraft.engine.protocol import Engine, EngineError, PointerStore
-from redraft.engine.types import DrafterPointer, DrafterVersion
+from redraft.engine.types import FLOOR, DrafterPointer, DrafterVersion
 from redraft.retrain.registry.errors import RegistryError
 from redraft.retrain.registry.pointers import FilePointerStore
-from redraft.retrain.registry.registry import FLOOR, Registry, add_version_zero
+from redraft.retrain.registry.registry import Registry, add_version_zero
 
 T = TypeVar("T")
 

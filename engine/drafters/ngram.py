@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from redraft.engine.drafters.base import DraftSequence, Proposal
-from redraft.engine.types import DrafterVersion
+from redraft.engine.types import FLOOR
 
 
 class NgramDrafter:
@@ -21,7 +21,7 @@ class NgramDrafter:
     [Proposal(tokens=(4, 5), draft_prob=None, match_length=3)]
     """
 
-    version = DrafterVersion("ngram", "builtin")
+    version = FLOOR
     feature_layers: tuple[int, ...] = ()
     kv: Tensor | None = None
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redraft.engine.types import DrafterVersion
+from redraft.engine.types import DrafterVersion, shared_length
 
 PAGE = 64
 """Slots are handed out in multiples of this, so that keys padded to 64 stay inside their sequence's range."""
@@ -204,7 +204,9 @@ class PrefixCache:
             if not found:
                 break
             candidates = found
-        lengths = [(_shared(sequence.tokens, prompt), sequence) for sequence in candidates[: -MAX_CANDIDATES - 1 : -1]]
+        lengths = [
+            (shared_length(sequence.tokens, prompt), sequence) for sequence in candidates[: -MAX_CANDIDATES - 1 : -1]
+        ]
         hit, best = max(lengths, key=lambda item: (item[0], not item[1].running), default=(0, None))
         return best, hit
 
@@ -253,10 +255,3 @@ class PrefixCache:
 
 def _chain(previous: int, block: Sequence[int]) -> int:
     return hash((previous, *block))
-
-
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    for index, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return index
-    return min(len(left), len(right))

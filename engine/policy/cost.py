@@ -31,11 +31,6 @@ class CostTable(Struct, frozen=True, kw_only=True, tag=True):
     verify: CostGrid
     draft: dict[str, CostGrid]
 
-    def step_ms(self, drafter: str | None, *, sequences: int, rows: int, context: int) -> float:
-        """One pass with its drafts; raises `KeyError` for a version that was not measured."""
-        draft = self.draft[drafter].at(sequences, context) if drafter is not None else 0.0
-        return draft + self.verify.at(rows, context)
-
 
 def _interpolate(at: Sequence[int], values: Sequence[float], x: float) -> float:
     if len(at) == 1:

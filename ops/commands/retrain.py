@@ -17,6 +17,7 @@ from redraft.engine.checkpoints import resolve
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.policy.cost import CostTable
 from redraft.engine.protocol import EngineUnavailable
+from redraft.engine.types import FLOOR
 from redraft.ops.commands.options import ConfigPath
 from redraft.ops.errors import CliError, UsageError
 from redraft.ops.feedback import open_contexts, open_log
@@ -86,7 +87,7 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
     from redraft.retrain.finetune import FINETUNE
     from redraft.retrain.frozen import load_target
     from redraft.retrain.loop import Loop
-    from redraft.retrain.registry.registry import FLOOR, add_version_zero
+    from redraft.retrain.registry.registry import add_version_zero
 
     config = shelf.config
     serving = shelf.pointer.serving if shelf.pointer else add_version_zero(shelf.registry)

@@ -12,8 +12,6 @@ from redraft.feedback.drift.signal import DriftSignal
 from redraft.feedback.events import START, Cursor, TurnEvent, session_hash
 from redraft.feedback.segments import SegmentLog
 
-READ_AT_ONCE = 1000
-
 
 class Answered(Struct, frozen=True):
     """One answer: where its tokens are, and whether it loops."""
@@ -45,14 +43,13 @@ class Watch:
     def poll(self) -> list[DriftSignal]:
         """Take in what was logged since the last call; signals that it set off."""
         signals: list[DriftSignal] = []
-        while True:
-            events, self._cursor = self._log.read(self._cursor, READ_AT_ONCE)
-            if not events:
-                return signals
+        for events, cursor in self._log.read_on(self._cursor):
+            self._cursor = cursor
             for event in events:
                 if isinstance(event, TurnEvent):
                     self._add(event)
                     signals += self.monitor.update(event)
+        return signals
 
     def session(self, name: str) -> Served | None:
         return self._by_hash.get(session_hash(self._tenant, name))

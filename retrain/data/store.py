@@ -24,13 +24,14 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct
 
-from redraft.engine.types import SamplingParams
+from redraft.engine.types import SamplingParams, shared_length
 from redraft.retrain.data.conversation import Conversation, Source
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.prompts import Prompt
 from redraft.retrain.data.responses import Response
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.data.splits import SPLITS, Split, split_of
+from redraft.retrain.files import replace
 
 SHARD_RESPONSES = 4000
 _XZ_PRESET = 6
@@ -95,7 +96,7 @@ def save_manifest(folder: Path, manifest: Manifest) -> Manifest:
     files = sorted([*folder.glob("*.jsonl.xz")])
     manifest = msgspec.structs.replace(manifest, sha256={file.name: _digest(file) for file in files})
     text = json.dumps(msgspec.to_builtins(manifest), indent=2) + "\n"
-    _replace(folder / _MANIFEST, text.encode())
+    replace(folder / _MANIFEST, text.encode())
     return manifest
 
 
@@ -119,7 +120,7 @@ def save_prompts(folder: Path, conversations: Iterable[Conversation], prompts: I
     def stored() -> Iterator[_StoredPrompt]:
         last: tuple[int, ...] = ()
         for prompt in prompts:
-            shared = _shared(last, prompt.ids)
+            shared = shared_length(last, prompt.ids)
             last = prompt.ids
             counts.update({"prompts": 1, "tokens": len(prompt.ids), f"{prompt.source}/{prompt.split}": 1})
             yield _StoredPrompt(
@@ -217,7 +218,7 @@ class ResponseWriter:
             raise DataError(f"{folder} is being written by another process; wait for it, or use a new folder") from None
         partial = folder / _PARTIAL
         whole = partial.read_bytes().rpartition(b"\n")[0] if partial.exists() else b""
-        _replace(partial, whole + b"\n" * bool(whole))
+        replace(partial, whole + b"\n" * bool(whole))
         self._stream = partial.open("ab")
         self._lines = whole.count(b"\n") + bool(whole)
 
@@ -239,7 +240,7 @@ class ResponseWriter:
         if self._lines:
             number = max((int(file.name[10:15]) for file in self._folder.glob(_SHARDS)), default=-1) + 1
             shard = self._folder / f"responses-{number:05d}.jsonl.xz"
-            _replace(shard, lzma.compress(partial.read_bytes(), preset=_XZ_PRESET))
+            replace(shard, lzma.compress(partial.read_bytes(), preset=_XZ_PRESET))
         partial.unlink()
         self._lines = 0
 
@@ -271,20 +272,6 @@ def _decoded(lines: Iterable[bytes], kind: type[T], file: Path) -> Iterator[T]:
         raise DataError(f"{file} is damaged: {error}") from error
 
 
-def _replace(file: Path, content: bytes) -> None:
-    unfinished = file.with_name(file.name + ".tmp")
-    with unfinished.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    unfinished.replace(file)
-
-
 def _digest(file: Path) -> str:
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the longest common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

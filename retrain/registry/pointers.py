@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from redraft.engine.types import DrafterPointer
+from redraft.retrain.files import locked, replace
 from redraft.retrain.registry.errors import RegistryError
-from redraft.retrain.registry.files import locked, replace
 
 WATCH_SECONDS = 0.2
 """Between two looks at a pointer that is watched."""

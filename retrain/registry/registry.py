@@ -17,13 +17,10 @@ from typing import Literal
 
 import msgspec
 
-from redraft.engine.types import DrafterPointer, DrafterVersion
+from redraft.engine.types import FLOOR, DrafterPointer, DrafterVersion
+from redraft.retrain.files import locked, replace, sync
 from redraft.retrain.registry.errors import RegistryError, UnknownVersion
-from redraft.retrain.registry.files import locked, replace, sync
 from redraft.retrain.registry.record import Entered, Entry, GateResult, Verdict, VersionRecord
-
-FLOOR = DrafterVersion("ngram", "builtin")
-"""The drafter that has no checkpoint."""
 
 KEPT = (".json", ".safetensors", ".md")
 """Suffixes of a checkpoint's files."""

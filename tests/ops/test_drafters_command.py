@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from redraft.engine.checkpoints import identity
 from redraft.engine.checkpoints.checkpoint import load_config as load_model
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, expected_shapes, save
 from redraft.engine.drafters.loading import content_id
-from redraft.engine.types import AcceptLength, DrafterVersion
-from redraft.ops import cli
+from redraft.engine.types import FLOOR, AcceptLength, DrafterVersion
 from redraft.retrain.provenance import Provenance
 from redraft.retrain.registry.record import GateResult, VersionRecord
-from redraft.retrain.registry.registry import FLOOR, Registry, open_registry
+from redraft.retrain.registry.registry import Registry, open_registry
 
 pytestmark = pytest.mark.unit
 
@@ -28,10 +27,8 @@ Redraft = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def redraft(
-    tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Redraft:
-    """Runs the command for a deployment of its own; returns its exit status, standard output and standard error."""
+def redraft(redraft: Redraft, tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Redraft:
+    """`redraft drafters` for a deployment of its own."""
     for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
         monkeypatch.delenv(name)
     for name in ("STATE", "CACHE"):
@@ -39,15 +36,7 @@ def redraft(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("REDRAFT_ENGINE__MODEL", str(tiny_checkpoint))
     monkeypatch.setenv("REDRAFT_RETRAIN__FOLDER", str(tmp_path / "retrain"))
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["redraft", "drafters", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
-
-    return run
+    return partial(redraft, "drafters")
 
 
 @pytest.fixture

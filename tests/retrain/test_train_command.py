@@ -12,7 +12,6 @@ import pytest
 from redraft.engine.checkpoints import identity
 from redraft.engine.drafters.dflash_checkpoint import load, save
 from redraft.engine.types import SamplingParams
-from redraft.ops import cli
 from redraft.retrain.data.prompts import Prompt
 from redraft.retrain.data.responses import Response
 from redraft.retrain.data.splits import Split
@@ -24,20 +23,6 @@ from .conftest import random_tokens
 pytestmark = pytest.mark.unit
 
 Redraft = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
-    """Runs the command; returns its exit status, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["redraft", *map(str, arguments)])
-        with pytest.raises(SystemExit) as leaving:
-            cli.main()
-        captured = capsys.readouterr()
-        return int(leaving.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture

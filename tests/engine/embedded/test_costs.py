@@ -40,9 +40,7 @@ def test_a_table_has_a_time_for_every_size_of_pass_and_every_drafter(
     assert table.draft.keys() == {"test", "builtin"}
     assert {grid.rows for grid in table.draft.values()} == {(1, 2, 4)}
     assert all(ms > 0 for grid in (table.verify, *table.draft.values()) for row in grid.ms for ms in row)
-    assert table.step_ms("test", sequences=4, rows=32, context=400) > table.step_ms(
-        None, sequences=4, rows=4, context=400
-    )
+    assert table.draft["test"].at(4, 400) + table.verify.at(32, 400) > table.verify.at(4, 400)
 
 
 @pytest.mark.parametrize(("context_length", "block_size"), [(16, 64), (100, 8), (512, 8)])

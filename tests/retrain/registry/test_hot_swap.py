@@ -22,11 +22,11 @@ from redraft.engine.drafters.dflash_checkpoint import DFlashConfig
 from redraft.engine.drafters.loading import content_id
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.embedded.server import main
-from redraft.engine.types import GREEDY, Commit, DrafterVersion, GenerationRequest, StopConditions
+from redraft.engine.types import FLOOR, GREEDY, Commit, DrafterVersion, GenerationRequest, StopConditions
 from redraft.retrain.publisher import Publisher, serving_drafter
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.record import VersionRecord
-from redraft.retrain.registry.registry import FLOOR, Registry, open_registry
+from redraft.retrain.registry.registry import Registry, open_registry
 
 from .conftest import save_random
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from redraft.engine.types import AcceptLength, DrafterVersion
+from redraft.engine.types import FLOOR, AcceptLength, DrafterVersion
 from redraft.retrain.gate.report import Comparison, Leak, Report, Side
 from redraft.retrain.gate.statistics import Bounds
 from redraft.retrain.gate.verdict import Outcome, Rule, Verdict
 from redraft.retrain.registry.judged import record_verdict
-from redraft.retrain.registry.registry import FLOOR, Registry
+from redraft.retrain.registry.registry import Registry
 
 from .conftest import TARGET, Drafters, add
 

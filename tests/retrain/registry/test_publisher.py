@@ -11,12 +11,12 @@ from typing import cast
 import pytest
 
 from redraft.engine.protocol import Engine, EngineError, EngineUnavailable, RequestRefused
-from redraft.engine.types import DrafterPointer, DrafterVersion, Health
+from redraft.engine.types import FLOOR, DrafterPointer, DrafterVersion, Health
 from redraft.retrain import publisher as publishing
 from redraft.retrain.publisher import Publisher, serving_drafter
 from redraft.retrain.registry.errors import RegistryError, UnknownVersion
 from redraft.retrain.registry.pointers import FilePointerStore
-from redraft.retrain.registry.registry import FLOOR, Registry
+from redraft.retrain.registry.registry import Registry
 
 from .conftest import TARGET, Drafters, accepted, add, killed_everywhere
 

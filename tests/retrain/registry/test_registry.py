@@ -12,11 +12,11 @@ import pytest
 from redraft.engine.checkpoints.models import KNOWN_MODELS, MergedModel
 from redraft.engine.drafters.loading import bundled, content_id
 from redraft.engine.drafters.ngram import NgramDrafter
-from redraft.engine.types import AcceptLength, DrafterPointer, DrafterVersion, Stratum
+from redraft.engine.types import FLOOR, AcceptLength, DrafterPointer, DrafterVersion, Stratum
 from redraft.feedback.drift.reference import Reference
 from redraft.retrain.registry.errors import RegistryError, UnknownVersion
 from redraft.retrain.registry.record import GateResult, Verdict
-from redraft.retrain.registry.registry import FLOOR, Registry, open_registry
+from redraft.retrain.registry.registry import Registry, open_registry
 
 from .conftest import TARGET, Drafters, accepted, add, in_child, killed_everywhere, record_of
 
