@@ -191,6 +191,24 @@ class PrefixCache:
             if sequence.drafter == version:
                 sequence.drafter = None
 
+    def share_draft_kv(self, sequence: CachedSequence) -> int:
+        """Take over the draft K/V before ``draft_start`` that another sequence has of the same version and tokens.
+
+        Only a hash block's border is looked at. Where none has it up to ``draft_start`` nothing is taken; returned is
+        the border from which on the rest would have to be made for the next call to find some, 0 if that is no use.
+        """
+        for block in range(sequence.draft_start // HASH_BLOCK, 0, -1):
+            border = block * HASH_BLOCK
+            holders = self._index.get((sequence.namespace, sequence.hashes[block - 1]), ())
+            donors = [each for each in holders if each.drafter == sequence.drafter and each.draft_start < border]
+            donor = min(donors, key=lambda each: each.draft_start, default=None)
+            if donor is None or shared_length(donor.tokens, sequence.tokens) < border:
+                continue
+            if border == sequence.draft_start:
+                self._copy_draft_kv(donor, sequence, border)
+            return border
+        return 0
+
     def idle(self) -> Iterator[CachedSequence]:
         """Sequences that nobody runs, latest used first."""
         return reversed(self._idle.values())
@@ -246,6 +264,12 @@ class PrefixCache:
         holders.remove(sequence)
         if not holders:
             del self._index[key]
+
+    def _copy_draft_kv(self, source: CachedSequence, sequence: CachedSequence, end: int) -> None:
+        assert sequence.drafter is not None, "there is no version whose draft K/V could be shared"
+        store, begin = self.draft_kv[sequence.drafter], source.draft_start
+        store[:, sequence.start + begin : sequence.start + end] = store[:, source.start + begin : source.start + end]
+        sequence.draft_start = begin
 
     def _copy(self, source: CachedSequence, start: int, length: int) -> None:
         draft_kv = self.draft_kv.get(source.drafter) if source.drafter else None

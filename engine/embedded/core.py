@@ -228,7 +228,10 @@ class EngineCore:
         return self._grow_draft_kv(self.cache.idle(), PREFILL_ROWS)
 
     def _grow_draft_kv(self, sequences: Iterable[CachedSequence], rows: int) -> bool:
-        """By ``rows`` at most, of the first that lacks some; the target's K/V stays as it is, bit by bit."""
+        """By ``rows`` at most, of the first that lacks some; the target's K/V stays as it is, bit by bit.
+
+        What another sequence has of the same tokens is copied.
+        """
         drafter = self.drafter
         if drafter is None or drafter.kv is None:
             return False
@@ -239,7 +242,10 @@ class EngineCore:
         else:
             return False
         end = sequence.draft_start
-        start = max(0, end - rows)
+        border = self.cache.share_draft_kv(sequence)
+        if sequence.draft_start < end:
+            return True
+        start = max(border, end - rows)
         segments = [Segment(0, end - start, sequence.start, start)]
         at = torch.arange(start, end, device=self.target.device)
         tokens = torch.tensor(sequence.tokens[start:end], device=self.target.device)

@@ -14,6 +14,7 @@ import torch
 from redraft.engine.drafters.base import Drafter
 from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
+from redraft.engine.embedded.cache import HASH_BLOCK
 from redraft.engine.embedded.core import BUSY_ROWS, PREFILL_ROWS, EngineCore
 from redraft.engine.embedded.model import Target
 from redraft.engine.protocol import RequestRefused
@@ -296,6 +297,36 @@ def test_the_latest_used_prefix_is_first_and_one_with_a_grown_window_goes_on_whe
     core.abort("again")
     core.rematerialise()
     assert (latest.draft_start, older.drafter) == (max(0, grown - PREFILL_ROWS), None)
+
+
+def test_what_idle_prefixes_have_in_common_is_computed_once(
+    make_core: MakeCore, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A platform's sessions share instructions and tools, of which the cache holds a copy for each."""
+    drafter = make_drafter(seed=1, version=NEWER)
+    core = make_core(make_drafter())
+    for name in range(3):
+        run(core, [request(f"{name}", [*PROMPT[:200], *[name + 1] * 20])])
+    core.versions.add(drafter)
+    core.activate(point(NEWER))
+    rows = []
+    forward = Target.forward
+
+    def counting(self: Target, tokens: torch.Tensor, *rest: object) -> object:
+        rows.append(len(tokens))
+        return forward(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Target, "forward", counting)
+    while core.rematerialise():
+        pass
+    sequences = list(core.cache.idle())
+    common = 200 // HASH_BLOCK * HASH_BLOCK
+    assert [each.draft_start for each in sequences] == [0, 0, 0]
+    assert sum(rows) == sum(each.length for each in sequences) - 2 * common
+    assert drafter.kv is not None
+    first, *others = (drafter.kv[:, each.start : each.start + common] for each in sequences)
+    assert first.abs().mean() > 0.1
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("invariant", [True, False])
