@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redraft.engine.checkpoints.checkpoint import ModelConfig
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.embedded.cache import new_kv, pages
 from redraft.engine.embedded.model import Target
 from redraft.engine.types import FeatureRef, shared_length
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.features_store import FeatureStore
+from redraft.retrain.frozen import FrozenTarget
 
 PASS_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 13}
 """Tokens of one pass; a longer sequence has a pass of its own."""
@@ -157,27 +157,27 @@ class FeatureCache:
 
     Rows are kept in runs of `RUN` named by all tokens up to their end, so what prompts share is kept once and nothing
     stale is ever found. Where ``hidden`` is wanted, last hidden states are kept from the first supervised position on,
-    and rows before it come back as zeros; without it they come back empty. ``target`` is the identity hash of what
-    captures.
+    and rows before it come back as zeros; without it they come back empty. All come back on the target's device,
+    wherever the store keeps them.
     """
 
     def __init__(
         self,
         capture: Capture,
         store: FeatureStore,
-        config: ModelConfig,
+        target: FrozenTarget,
         *,
         layers: Sequence[int],
-        target: str,
         hidden: bool,
     ) -> None:
         self._capture = capture
         self._store = store
         self._layers = tuple(layers)
-        self._last = (config.layers - 1,)
-        self._width = config.hidden
-        self._target = target
+        self._last = (target.target.config.layers - 1,)
+        self._width = target.target.config.hidden
+        self._target = target.identity
         self._hidden = hidden
+        self._device = target.target.device
 
     def __call__(self, samples: Sequence[Sample], lengths: Sequence[int]) -> list[Captured]:
         """What the target made of the first ``lengths`` tokens of each sample."""
@@ -207,11 +207,11 @@ class FeatureCache:
             if part is None:
                 return None
             parts.append(part)
-        features = torch.cat(parts)
+        features = torch.cat(parts).to(self._device)
         if start == len(sequence):
             return self._aligned(features, features.new_empty(0, self._width), start)
         hidden = self._store.get(self._hidden_ref(sequence, start))
-        return None if hidden is None else self._aligned(features, hidden, start)
+        return None if hidden is None else self._aligned(features, hidden.to(self._device), start)
 
     def _keep(self, sequence: Sequence[int], start: int, captured: Captured) -> None:
         for ref in self._refs(sequence):

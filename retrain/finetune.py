@@ -91,9 +91,8 @@ def finetune(
         cache = FeatureCache(
             capture,
             features,
-            target.target.config,
+            target,
             layers=shape.feature_layers,
-            target=target.identity,
             hidden=config.loss == "distribution",
         )
         chosen = [each for each in data.validation if len(each.token_ids) <= shape.context_length]

@@ -111,7 +111,7 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
         traffic=config.traffic,
         gate=config.gate,
         costs=asyncio.run(_costs(shelf.engine)),
-        engine=lambda folder: build_core(config.engine.model_copy(update={"drafter": str(folder), "threads": 1})),
+        engine=lambda folder: build_core(config.engine.model_copy(update={"drafter": str(folder)})),
         block_length=config.engine.block_size - 1,
         busy=_busy(shelf.engine),
     )

@@ -69,9 +69,7 @@ def train(
     capture = FeatureCapture(target.target, shape.feature_layers)
     store = MemoryStore(cache_budget(config.cache_bytes, device))
     teacher = config.loss == "distribution"
-    cache = FeatureCache(
-        capture, store, target.target.config, layers=shape.feature_layers, target=target.identity, hidden=teacher
-    )
+    cache = FeatureCache(capture, store, target, layers=shape.feature_layers, hidden=teacher)
     drafter = DFlashModel(shape, device, config.seed)
     strategy = DFlashStrategy(drafter, target, config, record)
     held_out = spread(

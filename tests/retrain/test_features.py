@@ -128,7 +128,7 @@ class Counting:
 
 
 def make_cache(target: FrozenTarget, capture: Counting, store: FeatureStore, hidden: bool) -> FeatureCache:
-    return FeatureCache(capture, store, target.target.config, layers=(1, 4), target=target.identity, hidden=hidden)
+    return FeatureCache(capture, store, target, layers=(1, 4), hidden=hidden)
 
 
 @pytest.mark.unit

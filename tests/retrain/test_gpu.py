@@ -15,7 +15,7 @@ from redraft.retrain.config import TrainConfig
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.features import FeatureCache, FeatureCapture
-from redraft.retrain.features_store import MemoryStore
+from redraft.retrain.features_store import LocalStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.losses import block_loss, dpace
 from redraft.retrain.trainer import Trainer
@@ -86,9 +86,8 @@ def test_a_step_learns_and_never_waits_for_the_gpu(
     cache = FeatureCache(
         FeatureCapture(target.target, shape.feature_layers),
         MemoryStore(1 << 24),
-        target.target.config,
+        target,
         layers=shape.feature_layers,
-        target=target.identity,
         hidden=loss == "distribution",
     )
     trainer = Trainer(strategy, samples, cache, config, tmp_path, record)
@@ -99,3 +98,21 @@ def test_a_step_learns_and_never_waits_for_the_gpu(
     trainer.run()
     last, _ = trainer._train_step()
     assert float(last.loss / last.weight) < 0.5 * float(first.loss / first.weight)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_features_kept_in_files_come_back_on_the_gpu(
+    checkpoint: Path, shape: DFlashConfig, tmp_path: Path, hidden: bool
+) -> None:
+    """A deployment on a GPU keeps them as one on a CPU does."""
+    target = FrozenTarget.load(checkpoint, CUDA, torch.bfloat16)
+    sample = make_sample(random_tokens(150, 0), [(100, 150)])
+    cache = FeatureCache(
+        FeatureCapture(target.target, shape.feature_layers),
+        LocalStore(tmp_path, 1 << 24),
+        target,
+        layers=shape.feature_layers,
+        hidden=hidden,
+    )
+    for one, other in zip(cache([sample], [150])[0], cache([sample], [150])[0], strict=True):
+        assert torch.equal(one, other)

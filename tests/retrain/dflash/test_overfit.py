@@ -36,9 +36,8 @@ def test_one_sample_is_learnt_to_the_whole_block_in_replay_and_in_the_engine(
     capture = FeatureCache(
         FeatureCapture(target.target, shape.feature_layers),
         MemoryStore(1 << 24),
-        target.target.config,
+        target,
         layers=shape.feature_layers,
-        target=target.identity,
         hidden=False,
     )
     Trainer(strategy, [sample], capture, config, tmp_path, record).run()
