@@ -27,7 +27,7 @@ from redraft.ops.bench.report import envelope, progress
 from redraft.ops.bench.swap_soak import soak
 from redraft.ops.demo import finale
 from redraft.ops.demo.deployment import Deployed, deployed
-from redraft.ops.demo.scenario import before, evaluation
+from redraft.ops.demo.scenario import MAX_TOKENS, before, evaluation
 from redraft.ops.demo.story import FAST, FULL, Phase, Plan, Story
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.provenance import present_commit
@@ -35,6 +35,9 @@ from redraft.retrain.replay import AcceptCounts, replay
 
 DRAWS = 10_000
 AGENTS = 4
+COLLECT = 100
+"""Sessions after the signal from which training begins."""
+
 LOAD = 0.5
 METHOD = (
     "A deployment of its own serves four BFCL assistants over HTTP; then prompt, names, result format and step order "
@@ -65,7 +68,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 async def _run(quick: bool) -> dict[str, Any]:
     commit = present_commit()
-    plan = FAST if quick else FULL
+    plan = FAST if quick else replace(FULL, collect=COLLECT, recipe={"held_out": 8})
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="redraft-") as folder:
@@ -149,7 +152,7 @@ async def _capacity(served: Deployed, requests: int) -> tuple[float, float]:
         request = GenerationRequest(
             request_id=f"capacity-{next(numbers)}",
             prompt_ids=prompt,
-            stopping=StopConditions(max_tokens=FULL.max_tokens),
+            stopping=StopConditions(max_tokens=MAX_TOKENS),
             sampling=GREEDY,
             speculation=False,
         )

@@ -30,14 +30,14 @@ from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import GREEDY, GenerationRequest, StopConditions, is_looping
 from redraft.ops.bench.report import progress
-from redraft.ops.demo.scenario import CHANGES, after, evaluation
-from redraft.ops.demo.traffic import MAX_TOKENS
+from redraft.ops.demo.scenario import CHANGES, MAX_TOKENS, after, evaluation
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.conversation import Conversation
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import TrainingError
-from redraft.retrain.features_store import LocalStore
+from redraft.retrain.features import cache_budget
+from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.finetune import finetune
 from redraft.retrain.frozen import FrozenTarget, pick_device
 from redraft.retrain.provenance import present_commit
@@ -143,14 +143,14 @@ def train(
         steps=steps,
         sequences=sequences,
         blocks=blocks,
-        loss="distribution",
+        loss="tokens",
         weights="dpace",
         learning_rate=learning_rate,
         warmup=50,
         eval_every=max(1, steps // 10),
         held_out=200,
     )
-    store = LocalStore(out / "features", 64 << 30)
+    store = MemoryStore(cache_budget(None, at))
     candidate = finetune(
         data, target=target, serving=serving, out=out, config=config, features=store, progress=_printed
     )

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from redraft.ops.errors import CliError
+from redraft.retrain.errors import Stopped
 
 if TYPE_CHECKING:
     from redraft.ops.demo.results import Result
@@ -74,6 +75,7 @@ class _Display:
         self._console = console
         self._bars = bars
         self._tasks: dict[str, TaskID] = {}
+        self.stopped = False
 
     def tell(self, text: str) -> None:
         self._console.print(text, markup=False, style="dim")
@@ -83,6 +85,9 @@ class _Display:
         self.progress(done, wanted, f"{title}: {tau:.2f} tokens a pass" if tau else title, key=phase)
 
     def progress(self, step: int, steps: int, text: str, key: str | None = None) -> None:
+        """Raises `Stopped` once the demo is: threads that compute cannot be ended otherwise."""
+        if self.stopped:
+            raise Stopped("the demo was stopped")
         key = key or text.split()[0]
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task(text, total=steps)
@@ -109,7 +114,11 @@ async def _play(fast: bool, show: _Display) -> Result:
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     began = time.time()
-    return await play(FAST if fast else FULL, show.tell, show.tick, show.progress, conclude)
+    try:
+        return await play(FAST if fast else FULL, show.tell, show.tick, show.progress, conclude)
+    except asyncio.CancelledError:
+        show.stopped = True
+        raise
 
 
 async def _conclude(story: Story, fast: bool, began: float, show: _Display) -> Result:

@@ -17,6 +17,7 @@ from redraft.ops.config import RedraftConfig, load_config
 from redraft.ops.deployment import Deployment
 from redraft.ops.errors import CliError
 from redraft.ops.serving import PROGRAM
+from redraft.retrain.finetune import FINETUNE
 
 START_SECONDS = 300.0
 STOP_SECONDS = 15.0
@@ -50,7 +51,7 @@ async def deployed(
 ) -> AsyncIterator[Deployed]:
     """Run a deployment with ``settings`` in ``folder``, whose path must leave room for a socket's name.
 
-    Its candidates are trained by ``recipe``.
+    Its candidates are trained by Redraft's own recipe with the keys of ``recipe`` instead.
 
     It is stopped, by its supervisor's own orderly way, when the block ends for whatever reason. Raises `CliError` if it
     does not start.
@@ -60,7 +61,7 @@ async def deployed(
     for name in ("feedback", "retrain"):
         sections.setdefault(name, {})["folder"] = str(folder / name)
     sections["retrain"]["recipe"] = str(folder / "recipe.yaml")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(yaml.safe_load(FINETUNE.read_text()) | dict(recipe)))
     path = folder / "redraft.yaml"
     path.write_text(yaml.safe_dump(sections))
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("REDRAFT_", "XDG_RUNTIME"))}

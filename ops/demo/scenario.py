@@ -37,6 +37,9 @@ AGENTS = {
 _SALT = "1234"
 """Chosen, by sizes alone, so that every assistant has its share of sessions before and after."""
 
+MAX_TOKENS = 96
+"""Of an answer, where the whole story is told."""
+
 TOOLS = 15
 """Fewest tools of an assistant: with them every prompt is of one context bucket, before and after."""
 

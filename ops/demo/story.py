@@ -22,7 +22,7 @@ from redraft.engine.types import DrafterVersion
 from redraft.feedback.drift.monitor import DriftMonitor
 from redraft.feedback.drift.signal import DriftSignal
 from redraft.ops.demo.deployment import Deployed, deployed
-from redraft.ops.demo.scenario import CHANGES, after, before, evaluation
+from redraft.ops.demo.scenario import CHANGES, MAX_TOKENS, after, before, evaluation
 from redraft.ops.demo.traffic import Client, TurnResult, drive
 from redraft.ops.demo.watch import Watch
 from redraft.ops.errors import CliError
@@ -46,7 +46,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect``
     what is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on
     show what came of it. ``agents`` think for ``think`` seconds on average between requests; while training runs there
-    are ``agents_training``, who think for ``think_training``. ``recipe`` is training's, ``settings`` the deployment's.
+    are ``agents_training``, who think for ``think_training``. ``recipe`` is what training's has otherwise than usual,
+    ``settings`` the deployment's.
     """
 
     agents: int = 2
@@ -63,30 +64,19 @@ class Plan(Struct, frozen=True, kw_only=True):
     settings: dict[str, dict[str, Any]]
 
 
-RECIPE = {
-    "sequences": 4,
-    "blocks": 16,
-    "loss": "distribution",
-    "weights": "dpace",
-    "learning_rate": 5e-4,
-    "warmup": 5,
-    "log_every": 5,
-    "save_every": 1000,
-    "pass_tokens": 1,
-}
 FULL = Plan(
     turns=3,
-    max_tokens=96,
+    max_tokens=MAX_TOKENS,
     think_training=2.0,
     before=78,
     drift=60,
-    collect=40,
+    collect=50,
     judged=30,
-    recipe={**RECIPE, "steps": 80, "eval_every": 20, "held_out": 8},
+    recipe={"steps": 120, "held_out": 8},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 40},
+        "traffic": {"anchor_share": 0.4, "gate_share": 0.2},
     },
 )
 FAST = Plan(
@@ -97,11 +87,11 @@ FAST = Plan(
     drift=30,
     collect=16,
     judged=10,
-    recipe={**RECIPE, "steps": 30, "sequences": 3, "eval_every": 30, "held_out": 4},
+    recipe={"steps": 30, "sequences": 3, "eval_every": 30, "held_out": 4},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.5, "replay_share": 0.3, "sessions": 24},
+        "traffic": {"anchor_share": 0.3, "replay_share": 0.3, "sessions": 24},
         "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
 )

@@ -17,7 +17,6 @@ from redraft.engine.chat.messages import Message, Tool
 from redraft.gateway.service import AGENT_HEADER, SESSION_HEADER
 from redraft.retrain.data.conversation import Conversation
 
-MAX_TOKENS = 96
 TURN_SECONDS = 120.0
 """For one answer; longer counts as failed."""
 
@@ -48,7 +47,7 @@ class Client:
         url: str,
         model: str,
         agent: str,
-        max_tokens: int = MAX_TOKENS,
+        max_tokens: int,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=TURN_SECONDS, trust_env=False, transport=transport)

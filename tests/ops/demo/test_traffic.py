@@ -37,7 +37,7 @@ ANSWER = (
 
 
 async def ask(handler: Callable[[httpx.Request], httpx.Response], turns: int = 9) -> list[TurnResult]:
-    client = Client("http://test", "m", "agent", transport=httpx.MockTransport(handler))
+    client = Client("http://test", "m", "agent", 8, transport=httpx.MockTransport(handler))
     try:
         return [result async for result in client.session(SESSION, "s1", turns)]
     finally:
