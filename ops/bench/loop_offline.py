@@ -113,6 +113,7 @@ def train(
     blocks: Annotated[int, typer.Option(min=1)] = 32,
     learning_rate: Annotated[float, typer.Option()] = 3e-4,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    commit: Annotated[str | None, typer.Option(help="Of this code, where it is no git checkout.")] = None,
     result: Annotated[Path, typer.Option(help="File to write.")] = RESULT,
 ) -> None:
     """Train on all sessions but those of the test families, and say what is accepted of these."""
@@ -166,7 +167,7 @@ def train(
         target=target.identity,
         weights=content_id(candidate.folder),
         command=f"train --steps {steps} --sequences {sequences} --blocks {blocks} --learning-rate {learning_rate}",
-        commit=present_commit(),
+        commit=commit or present_commit(),
         sessions=len({each.session for each in data.train}),
         samples=len(data.train),
         blocks=steps * sequences * blocks,
