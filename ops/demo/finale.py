@@ -32,8 +32,8 @@ from redraft.retrain.traffic import TrafficData, collect, with_later_gate
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
-DEAD_LAYERS = 60
-"""As many as make a draft about as dear as the pass that verifies it, several times over."""
+DEAD_LAYERS = 20
+"""As many as make a draft about twice as dear as the pass that verifies it."""
 
 
 def answers_of(story: Story, phase: PhaseName) -> dict[str, dict[int, TurnContext]]:
