@@ -192,21 +192,21 @@ class PrefixCache:
                 sequence.drafter = None
 
     def share_draft_kv(self, sequence: CachedSequence) -> int:
-        """Take over the draft K/V before ``draft_start`` that another sequence has of the same version and tokens.
+        """Take over the draft K/V before ``draft_start`` that other sequences have of the same version and tokens.
 
-        Only a hash block's border is looked at. Where none has it up to ``draft_start`` nothing is taken; returned is
-        the border from which on the rest would have to be made for the next call to find some, 0 if that is no use.
+        Only hash blocks' borders are looked at. Returned is the border down to which the rest would have to be made for
+        more to be found, 0 if there is none.
         """
-        for block in range(sequence.draft_start // HASH_BLOCK, 0, -1):
-            border = block * HASH_BLOCK
-            holders = self._index.get((sequence.namespace, sequence.hashes[block - 1]), ())
-            donors = [each for each in holders if each.drafter == sequence.drafter and each.draft_start < border]
-            donor = min(donors, key=lambda each: each.draft_start, default=None)
-            if donor is None or shared_length(donor.tokens, sequence.tokens) < border:
-                continue
-            if border == sequence.draft_start:
+        border = sequence.draft_start // HASH_BLOCK * HASH_BLOCK
+        while border > 0:
+            donor = self._draft_donor(sequence, border)
+            if donor is None:
+                border -= HASH_BLOCK
+            elif border < sequence.draft_start:
+                return border
+            else:
                 self._copy_draft_kv(donor, sequence, border)
-            return border
+                border = sequence.draft_start // HASH_BLOCK * HASH_BLOCK
         return 0
 
     def idle(self) -> Iterator[CachedSequence]:
@@ -264,6 +264,13 @@ class PrefixCache:
         holders.remove(sequence)
         if not holders:
             del self._index[key]
+
+    def _draft_donor(self, sequence: CachedSequence, end: int) -> CachedSequence | None:
+        """Who has the most draft K/V of the sequence's version and its tokens up to ``end``, a hash block's border."""
+        holders = self._index.get((sequence.namespace, sequence.hashes[end // HASH_BLOCK - 1]), ())
+        donors = [each for each in holders if each.drafter == sequence.drafter and each.draft_start < end]
+        donor = min(donors, key=lambda each: each.draft_start, default=None)
+        return donor if donor is None or shared_length(donor.tokens, sequence.tokens) >= end else None
 
     def _copy_draft_kv(self, source: CachedSequence, sequence: CachedSequence, end: int) -> None:
         assert sequence.drafter is not None, "there is no version whose draft K/V could be shared"

@@ -50,8 +50,8 @@ PREFILL_CONTEXT = 1024
 Where answers are running, a pass has fewer rows by that.
 """
 
-BUSY_ROWS = 16
-"""Rows for which draft K/V is made again after a pass of running answers; bounds what that adds to the pass."""
+BUSY_ROWS = 32
+"""Rows for which draft K/V is made again in a pass of running answers; bounds what that adds to the pass."""
 
 MIN_DRAFT_WINDOW = 64
 """Tokens of draft K/V from which a drafter that did not see a prompt's beginning takes over from n-gram."""
@@ -110,6 +110,15 @@ class Rows:
     proposal: Proposal = NO_PROPOSAL
     drafter: DrafterVersion | None = None
     explored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Rows of ``kv`` from ``start`` to ``end``, where its draft K/V begins, that are read again to have theirs."""
+
+    kv: CachedSequence
+    start: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,38 +234,23 @@ class EngineCore:
 
         For when there is nothing to run.
         """
-        return self._grow_draft_kv(self.cache.idle(), PREFILL_ROWS)
+        growth = self._growth(self.cache.idle(), PREFILL_ROWS)
+        if growth is None:
+            return False
+        self._forward([], growth)
+        return True
 
-    def _grow_draft_kv(self, sequences: Iterable[CachedSequence], rows: int) -> bool:
-        """By ``rows`` at most, of the first that lacks some; the target's K/V stays as it is, bit by bit.
-
-        What another sequence has of the same tokens is copied.
-        """
+    def _growth(self, sequences: Iterable[CachedSequence], rows: int) -> Growth | None:
+        """At most ``rows`` of the first sequence that lacks some, once it has what others have of the same tokens."""
         drafter = self.drafter
         if drafter is None or drafter.kv is None:
-            return False
-        for sequence in sequences:
-            self._claim_draft_kv(sequence, drafter)
-            if sequence.draft_start > 0:
-                break
-        else:
-            return False
-        end = sequence.draft_start
-        border = self.cache.share_draft_kv(sequence)
-        if sequence.draft_start < end:
-            return True
-        start = max(border, end - rows)
-        segments = [Segment(0, end - start, sequence.start, start)]
-        at = torch.arange(start, end, device=self.target.device)
-        tokens = torch.tensor(sequence.tokens[start:end], device=self.target.device)
-        kv = self._kv[:, sequence.start + start : sequence.start + end]
-        kept = None if self.target.invariant else kv.clone()
-        _, features = self.target.forward(tokens, at, segments, self._kv, drafter.feature_layers)
-        if kept is not None:
-            kv.copy_(kept)
-        drafter.materialise(features, at, arena_slots(at, segments))
-        sequence.draft_start = start
-        return True
+            return None
+        for kv in sequences:
+            self._claim_draft_kv(kv, drafter)
+            border = self.cache.share_draft_kv(kv)
+            if kv.draft_start > 0:
+                return Growth(kv, max(border, kv.draft_start - rows), kv.draft_start)
+        return None
 
     def step(self) -> list[Commit]:
         """Admit what fits, run one pass, and return what it committed."""
@@ -266,8 +260,12 @@ class EngineCore:
         batch = [*self._decoding_rows(), *prompts]
         if not batch:
             return []
+        growth = None
+        if not prompts:
+            mine = [sequence.kv for sequence in self.running if sequence.drafter is self.drafter]
+            growth = self._growth(sorted(mine, key=lambda kv: kv.draft_start), BUSY_ROWS)
         drafted = perf_counter()
-        hidden, materialise_seconds = self._forward(batch)
+        hidden, materialise_seconds = self._forward(batch, growth)
         logits = self._logits(batch, hidden)
         arg_max = logits.argmax(-1).tolist()
         verified = perf_counter()
@@ -293,9 +291,6 @@ class EngineCore:
                     logger.exception("request %s is aborted", request_id)
                     commits.extend(self.abort(request_id))
             first = end
-        if not prompts:
-            mine = [sequence.kv for sequence in self.running if sequence.drafter is self.drafter]
-            self._grow_draft_kv(sorted(mine, key=lambda kv: kv.draft_start), BUSY_ROWS)
         return _with_entropy(commits, logits, committed_rows)
 
     def _check(self, request: GenerationRequest) -> None:
@@ -436,29 +431,43 @@ class EngineCore:
                 budget -= len(chunk) * cost
                 yield Rows(sequence, chunk)
 
-    def _forward(self, batch: Sequence[Rows]) -> tuple[Tensor, float]:
-        """Hidden states [rows, hidden] of a pass, and the seconds that its draft K/V took.
+    def _forward(self, batch: Sequence[Rows], growth: Growth | None = None) -> tuple[Tensor, float]:
+        """Hidden states [rows, hidden] of a pass, those of ``growth`` last, and the seconds that its draft K/V took.
 
-        Draft K/V is written whether or not anybody speculates at present; a rejected row's is overwritten later.
+        Draft K/V is written whether or not anybody speculates at present; a rejected row's is overwritten later. The
+        target's K/V of rows that are read again stays as it is, bit by bit.
         """
         segments: list[Segment] = []
         positions: list[int] = []
         tokens: list[int] = []
+        drafters = [rows.sequence.drafter for rows in batch]
         for rows in batch:
             kv = rows.sequence.kv
             segments.append(Segment(len(tokens), len(rows.tokens), kv.start, kv.length))
             positions.extend(range(kv.length, kv.length + len(rows.tokens)))
             tokens.extend(rows.tokens)
+        again = slice(0)
+        if growth is not None:
+            kv, start, end = growth.kv, growth.start, growth.end
+            segments.append(Segment(len(tokens), end - start, kv.start, start))
+            positions.extend(range(start, end))
+            tokens.extend(kv.tokens[start:end])
+            drafters.append(self.drafter)
+            kv.draft_start = start
+            again = slice(kv.start + start, kv.start + end)
         device = self.target.device
         at = torch.tensor(positions, device=device)
-        drafters = dict.fromkeys(each for rows in batch if (each := rows.sequence.drafter) and each.feature_layers)
-        layers = sorted({layer for drafter in drafters for layer in drafter.feature_layers})
+        reading = dict.fromkeys(drafter for drafter in drafters if drafter and drafter.feature_layers)
+        layers = sorted({layer for drafter in reading for layer in drafter.feature_layers})
+        kept = None if self.target.invariant else self._kv[:, again].clone()
         hidden, features = self.target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
+        if kept is not None:
+            self._kv[:, again] = kept
         started = perf_counter()
-        slots = arena_slots(at, segments) if drafters else at
-        for drafter in drafters:
-            own = [segment for segment, rows in zip(segments, batch, strict=True) if rows.sequence.drafter is drafter]
-            index = _rows(own, device) if len(own) < len(batch) else slice(None)
+        slots = arena_slots(at, segments) if reading else at
+        for drafter in reading:
+            own = [segment for segment, other in zip(segments, drafters, strict=True) if other is drafter]
+            index = _rows(own, device) if len(own) < len(segments) else slice(None)
             mine = _columns(features[index], layers, drafter.feature_layers)
             drafter.materialise(mine, at[index], slots[index])
         return hidden, perf_counter() - started

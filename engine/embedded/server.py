@@ -235,7 +235,7 @@ class EngineServer:
 
     def _catch_up(self) -> None:
         """One piece of what waits until there is nothing to run."""
-        self._behind = self._costs.advance() or self._core.rematerialise()
+        self._behind = self._core.rematerialise() or self._costs.advance()
         self._table = self._costs.table
 
     def _take_messages(self) -> bool:

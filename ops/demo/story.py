@@ -45,9 +45,9 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect``
     what is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on
-    show what came of it. ``agents`` think for ``think`` seconds on average between requests; while training runs there
-    are ``agents_training``, who think for ``think_training``. ``recipe`` is what training's has otherwise than usual,
-    ``settings`` the deployment's.
+    show what came of it. ``agents`` think for ``think`` seconds on average between requests; while training runs and
+    after it there are ``agents_training``, who think for ``think_training``. ``recipe`` is what training's has
+    otherwise than usual, ``settings`` the deployment's.
     """
 
     agents: int = 2
@@ -211,12 +211,13 @@ class Story:
             self._look()
             self._tick(name, len(phase.sessions), most, self.watch.length(phase.sessions).tau)
 
+        paced = name in ("training", "recovered")
         await drive(
             self._client,
             named_sessions(),
-            concurrency=self.plan.agents_training if name == "training" else self.plan.agents,
+            concurrency=self.plan.agents_training if paced else self.plan.agents,
             turns=self.plan.turns,
-            think=self.plan.think_training if name == "training" else self.plan.think,
+            think=self.plan.think_training if paced else self.plan.think,
             report=report,
             go_on=lambda: not until(),
         )

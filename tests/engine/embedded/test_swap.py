@@ -330,8 +330,13 @@ def test_what_idle_prefixes_have_in_common_is_computed_once(
 
 
 @pytest.mark.parametrize("invariant", [True, False])
-def test_an_engine_that_is_never_idle_makes_draft_kv_again_a_few_rows_after_each_pass(
-    make_core: MakeCore, make_drafter: MakeDrafter, tiny_checkpoint: Path, tiny_target: Target, invariant: bool
+def test_an_engine_that_is_never_idle_makes_draft_kv_again_a_few_rows_in_each_pass(
+    make_core: MakeCore,
+    make_drafter: MakeDrafter,
+    tiny_checkpoint: Path,
+    tiny_target: Target,
+    invariant: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else a prefix that all sessions share would be drafted for by n-gram, or without its tools, until the night."""
     target = tiny_target if invariant else load_target(tiny_checkpoint, invariant=False)
@@ -342,13 +347,16 @@ def test_an_engine_that_is_never_idle_makes_draft_kv_again_a_few_rows_after_each
     core.versions.add(make_drafter(seed=1, version=NEWER))
     core.activate(point(NEWER))
     core.submit(request("next", prompt, max_tokens=40))
-    starts, commits = [], []
+    starts, commits, passes = [], [], []
+    forward = Target.forward
+    monkeypatch.setattr(Target, "forward", lambda *given: passes.append(len(commits)) or forward(*given))
     while core.running or core.waiting:
         commits += core.step()
         starts += [running.kv.draft_start for running in core.running]
     assert starts[0] == len(PROMPT)
     assert max(one - other for one, other in pairwise(starts)) == BUSY_ROWS
     assert starts[-1] == 0
+    assert len(passes) == len(set(passes)), "a step took more than one pass"
     if invariant:
         assert answers(commits) == expected
 
