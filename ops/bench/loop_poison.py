@@ -45,8 +45,14 @@ class Offer:
 async def offer_all(
     story: Story, engine: EmbeddedEngine, old: Path, new: Path, target: FrozenTarget, work: Path, *, quick: bool
 ) -> list[Refused]:
-    """What the gate says of each; ``quick`` makes only those that need no training."""
+    """What the gate says of each, by as few sessions as it needs; ``quick`` makes only those that need no training."""
     data = finale.run_data(story)
+    gate = story.served.config.gate
+    data = replace(
+        data,
+        gate=tuple(finale.of_few(data.gate, gate.min_sessions)),
+        anchor=tuple(finale.of_few(data.anchor, gate.min_anchor_sessions)),
+    )
     costs = await engine.costs()
     looping = [] if quick else await looping_answers(engine, [*data.train, *data.gate], LOOPING)
     refused = []
@@ -63,7 +69,7 @@ async def offer_all(
             engine=finale.idle_engine(story),
             seen=offer.seen,
             block_length=story.served.config.engine.block_size - 1,
-            config=story.served.config.gate,
+            config=gate,
         )
         verdict = report.verdict
         refused.append(Refused(poison=offer.poison, outcome=verdict.outcome, rule=verdict.rule, reason=verdict.reason))
