@@ -46,6 +46,8 @@ SPLIT_OF: dict[Side, Split] = {
     "train": "train",
 }
 
+JUDGING: frozenset[Side] = frozenset({"gate", "anchor"})
+
 REASON_WEIGHT: dict[Reason, float] = {
     "rejected": 1.0,
     "tool_call": 1.0,
@@ -173,7 +175,7 @@ def collect(
     held_out: set[bytes] = set()
     for side in SPLIT_OF:
         samples[side], found = reader.read(side, sides[side], held_out)
-        if side in ("gate", "anchor"):
+        if side in JUDGING:
             held_out |= found
         else:
             digests |= found
@@ -250,11 +252,12 @@ class _Reader:
     ) -> tuple[tuple[Sample, ...], set[bytes]]:
         """The sessions' samples, without turns of those digests, and the digests of the others."""
         chosen = sorted(sessions, key=lambda session: session.place("sample"))
-        for session in chosen[self.config.sessions :]:
+        most = self.config.judging_sessions if side in JUDGING else self.config.sessions
+        for session in chosen[most:]:
             self.left_out["more than wanted"] += len(session.contexts)
         samples: list[Sample] = []
         digests: set[bytes] = set()
-        for session in chosen[: self.config.sessions]:
+        for session in chosen[:most]:
             turns = [
                 turn for turn in self._turns(side, session) if self._kept(turn.digest not in not_these, "held out")
             ]
@@ -274,7 +277,7 @@ class _Reader:
                 continue
             size, prompt = len(context.token_ids), context.prompt_tokens
             looping = is_looping(context.token_ids[prompt:])
-            judges = side in ("gate", "anchor")
+            judges = side in JUDGING
             if not (
                 self._kept(context.target == self.target, "another target")
                 and self._kept(size - prompt > 1, "too short")

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.checkpoints import resolve
 from redraft.engine.embedded.client import EmbeddedEngine
-from redraft.engine.types import GREEDY, AcceptLength, GenerationRequest, StopConditions
+from redraft.engine.types import GREEDY, AcceptLength, DrafterVersion, GenerationRequest, StopConditions
 from redraft.feedback.contexts import TurnContext
 from redraft.ops.bench.loop_offline import BLOCK_LENGTH, Offline, digest, key, load
 from redraft.ops.bench.loop_poison import offer_all
@@ -35,9 +35,6 @@ from redraft.retrain.replay import AcceptCounts, replay
 
 DRAWS = 10_000
 AGENTS = 4
-COLLECT = 100
-"""Sessions after the signal from which training begins."""
-
 LOAD = 0.5
 METHOD = (
     "A deployment of its own serves four BFCL assistants over HTTP; then prompt, names, result format and step order "
@@ -68,7 +65,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 async def _run(quick: bool) -> dict[str, Any]:
     commit = present_commit()
-    plan = FAST if quick else replace(FULL, collect=COLLECT, recipe={"held_out": 8})
+    plan = FAST if quick else FULL
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="redraft-") as folder:
@@ -104,7 +101,7 @@ async def _report(
     metrics["promoted"] = float(promoted)
     metrics["minutes_signal_to_promoted"] = (training.ended - story.signal.time) / 60 if promoted else None
     metrics["p95_tpot_increase_while_training"] = _p95(training) / _p95(by_name["drift"]) - 1
-    checked, violations = await finale.lossless(story, 10 if quick else 60, _step)
+    checked, violations = await finale.lossless(story, 10 if quick else 40, _step)
     metrics["failed_requests"] = sum(len(phase.failures) for phase in story.phases)
     metrics["lossless_violations"], metrics["lossless_checked"] = violations, checked
     table += [_phase(story, phase) for phase in story.phases]
@@ -117,28 +114,32 @@ async def _report(
     try:
         table.append(_recovery(story, old, new, target, metrics))
         table.append(_anchors(story, old, new, target, metrics))
+        table.append(await _swaps(story, engine, [(story.signal.drafter, old), (serving, new)], metrics, quick))
+        progress(f"so far: {metrics}")
         refused = await offer_all(story, engine, old, new, target, folder / "poisoned", quick=quick)
         metrics["poisoned_refused_share"] = mean(each.outcome == "refused" for each in refused)
         table += [{"part": "poisoned", **to_builtins(each)} for each in refused]
-        pointer = story.pointers.load(story.target)
-        assert pointer is not None
-        encoder = ChatEncoder.from_folder(resolve(story.served.config.engine.model))
-        prompts = _prompts(encoder, 8)
-        state = story.served.deployment.read()
-        process = state.services["engine"].process if state else None
-        assert process is not None
-        found, row = await soak(
-            engine,
-            process.pid,
-            prompts,
-            [(story.signal.drafter, old), (serving, new)],
-            pointer,
-            20 if quick else 200,
-        )
-        metrics.update(found)
-        table.append(row)
     finally:
         await engine.close()
+
+
+async def _swaps(
+    story: Story,
+    engine: EmbeddedEngine,
+    drafters: Sequence[tuple[DrafterVersion, Path]],
+    metrics: dict[str, float | None],
+    quick: bool,
+) -> dict[str, Any]:
+    """Swaps under load, the last of which leaves serving what the pointer names."""
+    pointer = story.pointers.load(story.target)
+    state = story.served.deployment.read()
+    process = state.services["engine"].process if state else None
+    assert pointer is not None
+    assert process is not None
+    prompts = _prompts(ChatEncoder.from_folder(resolve(story.served.config.engine.model)), 8)
+    found, row = await soak(engine, process.pid, prompts, drafters, pointer, 20 if quick else 200)
+    metrics.update(found)
+    return row
 
 
 async def _capacity(served: Deployed, requests: int) -> tuple[float, float]:

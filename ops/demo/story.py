@@ -68,15 +68,15 @@ FULL = Plan(
     turns=3,
     max_tokens=MAX_TOKENS,
     think_training=2.0,
-    before=78,
+    before=70,
     drift=60,
-    collect=50,
-    judged=30,
+    collect=70,
+    judged=20,
     recipe={"steps": 120, "held_out": 8},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.4, "gate_share": 0.2},
+        "traffic": {"anchor_share": 0.4, "gate_share": 0.2, "judging_sessions": 30},
     },
 )
 FAST = Plan(
@@ -91,7 +91,7 @@ FAST = Plan(
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.3, "replay_share": 0.3, "sessions": 24},
+        "traffic": {"anchor_share": 0.3, "replay_share": 0.3, "sessions": 24, "judging_sessions": 16},
         "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
 )

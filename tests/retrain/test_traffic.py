@@ -260,6 +260,20 @@ def test_what_came_before_the_period_is_replayed_or_an_anchor_that_stays_one() -
         assert data.left_out["a later run's anchor"] > 0
 
 
+def test_judging_takes_no_more_sessions_than_it_may_and_none_of_the_others_is_learnt_from() -> None:
+    traffic = Traffic()
+    for number in range(60):
+        traffic.turn(f"b{number}", number, random_tokens(20, number), 10, (11, 20, "baseline"), baseline=True)
+    shares = {"since": 30.0, "anchor_share": 0.5, "gate_share": 0.5}
+    every, few = traffic.collect(**shares), traffic.collect(**shares, judging_sessions=4)
+    for side in ("gate", "anchor"):
+        kept, all_ = sessions(getattr(few, side)), sessions(getattr(every, side))
+        assert len(kept) == 4
+        assert kept < all_
+        assert not (sessions(few.train) | sessions(few.replay) | sessions(few.validation)) & all_
+    assert few.train == every.train
+
+
 def test_replay_is_its_share_of_all_draws() -> None:
     traffic = Traffic()
     for number in range(40):
