@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from platformdirs import user_state_path
 
-from redraft.ops.config import LoadedConfig
+from redraft.ops.config import LoadedConfig, RedraftConfig, load_config
 from redraft.ops.errors import CliError
 from redraft.ops.processes import ProcessId
 
@@ -136,3 +136,16 @@ class Deployment:
 
 def _deployments() -> Path:
     return user_state_path("redraft") / "deployments"
+
+
+def load(path: Path | None) -> tuple[LoadedConfig, Deployment]:
+    """The effective configuration and the deployment it names."""
+    loaded = load_config(path, os.environ)
+    return loaded, Deployment.of(loaded)
+
+
+def in_force(path: Path | None) -> tuple[RedraftConfig, bool]:
+    """What the deployment runs with, and True; where it does not run, what it would run with, and False."""
+    loaded, deployment = load(path)
+    running = deployment.is_locked() and deployment.effective_config.exists()
+    return (load_config(deployment.effective_config, {}).config if running else loaded.config), running

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from redraft.engine.checkpoints import identity, resolve
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.types import DrafterPointer
-from redraft.ops.commands.options import load
-from redraft.ops.config import RedraftConfig, load_config
+from redraft.ops.config import RedraftConfig
+from redraft.ops.deployment import in_force
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.record import Entered, State
 from redraft.retrain.registry.registry import Registry, open_registry
@@ -52,9 +52,7 @@ class Shelf:
 
 def open_shelf(path: Path | None) -> Shelf:
     """Of the deployment as it runs, or as it would."""
-    loaded, deployment = load(path)
-    running = deployment.is_locked() and deployment.effective_config.exists()
-    config = load_config(deployment.effective_config, {}).config if running else loaded.config
+    config, running = in_force(path)
     registry = open_registry(config.retrain.registry, identity(resolve(config.engine.model)))
     pointers = FilePointerStore(registry.root)
     pointer = pointers.load(registry.target)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.commands.options import ConfigPath
 from redraft.ops.config import reference, render
+from redraft.ops.deployment import load
 
 app = typer.Typer(help="What is in force, and from where.", no_args_is_help=True)
 

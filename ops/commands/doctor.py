@@ -17,9 +17,9 @@ from rich.console import Console
 
 from redraft.engine.checkpoints import CheckpointError, identity, list_models, models_dir, resolve, validate
 from redraft.engine.checkpoints.models import local_folder
-from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.commands.options import ConfigPath
 from redraft.ops.config import LoadedConfig
-from redraft.ops.deployment import Deployment
+from redraft.ops.deployment import Deployment, load
 from redraft.ops.errors import CliError
 
 PROC = Path("/proc")

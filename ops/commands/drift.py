@@ -16,7 +16,8 @@ from redraft.feedback.drift.monitor import DriftMonitor
 from redraft.feedback.drift.signal import DriftSignal, DriftStatus, StratumStatus
 from redraft.feedback.events import START, Cursor, TurnEvent
 from redraft.feedback.segments import SegmentLog
-from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.commands.options import ConfigPath
+from redraft.ops.deployment import in_force
 from redraft.ops.errors import UsageError
 from redraft.ops.feedback import open_log
 from redraft.retrain.registry.registry import open_registry
@@ -37,7 +38,7 @@ def drift(
     """
     if as_json and watch:
         raise UsageError("--json and --watch exclude each other")
-    settings = load(config)[0].config
+    settings = in_force(config)[0]
     registry = open_registry(settings.retrain.registry, identity(resolve(settings.engine.model)))
     monitor = DriftMonitor(
         settings.drift, (reference for entered in registry.all() for reference in entered.references)

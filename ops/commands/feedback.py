@@ -13,7 +13,8 @@ from rich.table import Table
 
 from redraft.engine.types import AcceptLength
 from redraft.feedback.events import Event, SpanEvent, TurnEvent, session_hash
-from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.commands.options import ConfigPath
+from redraft.ops.deployment import in_force
 from redraft.ops.feedback import feedback_folder, open_contexts, open_log
 
 WIDTH = 160
@@ -25,7 +26,7 @@ app = typer.Typer(help="What is kept of the answers served.", no_args_is_help=Tr
 @app.command()
 def status(config: ConfigPath = None) -> None:
     """Say how much is kept, of what, and since when."""
-    settings = load(config)[0].config
+    settings = in_force(config)[0]
     turns: Counter[str] = Counter()
     spans: Counter[str] = Counter()
     sessions: set[str] = set()
@@ -67,7 +68,7 @@ def show(
     """List the last events."""
     table = Table("time", "event", "tenant", "agent", "session", "drafter", "tokens", "accept length", box=None)
     table.pad_edge = False
-    for event in open_log(load(config)[0].config).tail(lines):
+    for event in open_log(in_force(config)[0]).tail(lines):
         table.add_row(*_row(event))
     Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
 
@@ -85,7 +86,7 @@ def erase(
     Features that training keeps, and the data of a run that was stopped, go whosever they are. It may run beside a
     gateway; answers that end later are kept again.
     """
-    settings = load(config)[0].config
+    settings = in_force(config)[0]
     names = None if session is None else {session, session_hash(tenant, session)}
 
     def matches(event: Event) -> bool:

@@ -16,9 +16,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft.ops.commands.options import ConfigPath, load, others, typed
+from redraft.ops.commands.options import ConfigPath, others, typed
 from redraft.ops.config import dump
-from redraft.ops.deployment import Deployment, State
+from redraft.ops.deployment import Deployment, State, load
 from redraft.ops.errors import CliError
 from redraft.ops.serving import PROGRAM
 from redraft.ops.serving import serve as run_deployment

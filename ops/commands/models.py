@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from redraft.engine.checkpoints import identity, list_models, pull, resolve, validate
-from redraft.ops.commands.options import ConfigPath, load
+from redraft.ops.commands.options import ConfigPath
+from redraft.ops.deployment import load
 
 app = typer.Typer(help="Fetch and look at models.", no_args_is_help=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -12,19 +11,13 @@ from typing import Annotated
 import typer
 
 from redraft.ops.config import ConfigError, LoadedConfig, load_config
-from redraft.ops.deployment import Deployment, State
+from redraft.ops.deployment import Deployment, State, load
 from redraft.ops.errors import CliError
 
 ConfigPath = Annotated[
     Path | None,
     typer.Option("--config", "-c", help="The deployment's YAML; else $REDRAFT_CONFIG, else the defaults."),
 ]
-
-
-def load(path: Path | None) -> tuple[LoadedConfig, Deployment]:
-    """The effective configuration and the deployment it names."""
-    loaded = load_config(path, os.environ)
-    return loaded, Deployment.of(loaded)
 
 
 def running_state(path: Path | None) -> State:

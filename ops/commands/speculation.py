@@ -10,8 +10,9 @@ import typer
 
 from redraft.engine.embedded.client import EmbeddedEngine
 from redraft.engine.types import SpeculationScope
-from redraft.ops.commands.options import ConfigPath, load, running_state
+from redraft.ops.commands.options import ConfigPath, running_state
 from redraft.ops.config import load_config
+from redraft.ops.deployment import load
 from redraft.ops.errors import CliError, UsageError
 
 ENGINE_SECONDS = 10.0

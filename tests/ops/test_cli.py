@@ -21,7 +21,7 @@ from redraft.engine.checkpoints.models import KNOWN_MODELS, MergedModel
 from redraft.ops import cli
 from redraft.ops.commands import bench, doctor, options
 from redraft.ops.config import load_config
-from redraft.ops.deployment import Deployment, Phase, ServiceState, State
+from redraft.ops.deployment import Deployment, Phase, ServiceState, State, in_force
 from redraft.ops.processes import identify
 
 pytestmark = pytest.mark.unit
@@ -339,3 +339,18 @@ def test_help_of_every_command_is_there() -> None:
     done = subprocess.run([sys.executable, "-m", "redraft.ops.cli"], capture_output=True, text=True)
     listed = set(re.findall(r"│ (\w+)", done.stdout))
     assert {"up", "down", "serve", "status", "logs", "models", "chat", "doctor", "config", "bench"} <= listed
+
+
+def test_commands_look_at_what_a_deployment_runs_with_whatever_its_file_says_since(home: Path) -> None:
+    path = home / "redraft.yaml"
+    path.write_text("feedback: {folder: new}\n")
+    assert in_force(path)[0].feedback.folder == Path("new")
+    deployment = Deployment.of(load_config(path, {}))
+    lock = deployment.lock()
+    assert lock is not None
+    deployment.effective_config.write_text("feedback: {folder: old}\n")
+    try:
+        config, running = in_force(path)
+    finally:
+        os.close(lock)
+    assert (config.feedback.folder, running) == (Path("old"), True)
