@@ -84,7 +84,9 @@ async def soak(
     """Metrics and a row: failures, violations, growth of the engine's memory, and gaps between commits in steps.
 
     Both runs have the same load; in the second, every `SECONDS_BETWEEN` the other of ``drafters`` is loaded and made to
-    serve. A gap's excess is over the run without swaps, in units of its median gap.
+    serve. A gap's excess is over the run without swaps, in units of its median gap. Memory is compared between the
+    second quarter and the second half of the swaps, by medians: how much of a version's draft K/V was written differs
+    from swap to swap.
     """
     load = Load(engine, prompts)
     await load.learn()
@@ -92,7 +94,7 @@ async def soak(
     progress(f"{SESSIONS} sessions without swaps")
     await _timed(load, asyncio.sleep(seconds))
     still, load.gaps = load.gaps, []
-    memory = _resident(pid)
+    resident: list[int] = []
 
     async def swap() -> None:
         nonlocal pointer
@@ -103,19 +105,19 @@ async def soak(
                 target=pointer.target, serving=version, previous=pointer.serving, token=pointer.token + 1
             )
             await engine.activate(pointer)
-            if number == len(drafters) * 2:
-                nonlocal memory
-                memory = _resident(pid)
             await asyncio.sleep(SECONDS_BETWEEN)
+            resident.append(_resident(pid))
 
     progress(f"{swaps} swaps under {SESSIONS} sessions")
     await _timed(load, swap())
     step = median(still)
+    memory = [size / 2**20 for size in resident]
+    first, last = memory[swaps // 4 : swaps // 2], memory[swaps // 2 :]
     added = {f"swap_added_gap_p{p}_steps": (_cut(load.gaps, p) - _cut(still, p)) / step for p in (50, 99)}
     metrics: dict[str, float | None] = {
         "swap_failed_requests": load.failed,
         "swap_lossless_violations": load.violations,
-        "swap_rss_growth_mib": (_resident(pid) - memory) / 2**20,
+        "swap_rss_growth_mib": median(last) - median(first),
         **added,
     }
     row = {
@@ -123,6 +125,7 @@ async def soak(
         "swaps": swaps,
         "answers": load.answers,
         "gap_ms": {p: round(_cut(still, p) * 1e3, 1) for p in (50, 99)},
+        "rss_mib": [round(size) for size in memory[:: max(1, swaps // 20)]],
         "gap_ms_swapping": {p: round(_cut(load.gaps, p) * 1e3, 1) for p in (50, 99)},
     }
     return metrics, row

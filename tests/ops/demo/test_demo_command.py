@@ -60,7 +60,6 @@ def test_stopped_while_it_starts_it_leaves_no_process_and_no_file(temporary: Pat
     assert [path.name for path in temporary.iterdir()] == ["out"]
 
 
-@pytest.mark.nightly
 def test_the_fast_story_ends_well(temporary: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(
@@ -72,5 +71,6 @@ def test_the_fast_story_ends_well(temporary: Path) -> None:
     assert (result["failed_requests"], result["lossless_violations"]) == (0, 0)
     assert result["poisoned"]["outcome"] == "refused"
     old, new = (result["judged"][side] for side in ("old", "new"))
-    assert new["committed"] / new["verify_steps"] > 1.15 * old["committed"] / old["verify_steps"]
+    assert new["committed"] == old["committed"]
+    assert new["verify_steps"] < old["verify_steps"], "the new drafter is no better on requests it never saw"
     assert "Redraft noticed after" in done.stdout
