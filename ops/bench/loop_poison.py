@@ -45,14 +45,8 @@ class Offer:
 async def offer_all(
     story: Story, engine: EmbeddedEngine, old: Path, new: Path, target: FrozenTarget, work: Path, *, quick: bool
 ) -> list[Refused]:
-    """What the gate says of each, by as few sessions as it needs; ``quick`` makes only those that need no training."""
+    """What the gate says of each; ``quick`` makes only those that need no training."""
     data = finale.run_data(story)
-    gate = story.served.config.gate
-    data = replace(
-        data,
-        gate=tuple(finale.of_few(data.gate, gate.min_sessions)),
-        anchor=tuple(finale.of_few(data.anchor, gate.min_anchor_sessions)),
-    )
     costs = await engine.costs()
     looping = [] if quick else await looping_answers(engine, [*data.train, *data.gate], LOOPING)
     refused = []
@@ -69,7 +63,7 @@ async def offer_all(
             engine=finale.idle_engine(story),
             seen=offer.seen,
             block_length=story.served.config.engine.block_size - 1,
-            config=gate,
+            config=story.served.config.gate,
         )
         verdict = report.verdict
         refused.append(Refused(poison=offer.poison, outcome=verdict.outcome, rule=verdict.rule, reason=verdict.reason))
@@ -120,25 +114,27 @@ def _offers(
     forgetting = [*data.train, *itertools.islice(misled(data.replay, block, token), len(data.train))]
     yield Offer(
         "better on new traffic, worse on anchors",
-        _trained(data, forgetting, old, target, work / "forgetting"),
+        _trained(data, forgetting, 1e-3, old, target, work / "forgetting"),
         TrainingRecord.of(forgetting),
         data.gate,
     )
     half = len(looping) // 2
-    repeating = list(unmarked(looping[:half]))
+    repeating = [*unmarked(looping[:half]), *data.replay]
     yield Offer(
         "better only where answers loop",
-        _trained(data, repeating, old, target, work / "looping"),
+        _trained(data, repeating, 2e-4, old, target, work / "looping"),
         TrainingRecord.of(repeating),
         [*data.gate, *looping[half:]],
     )
 
 
-def _trained(data: TrafficData, samples: Sequence[Sample], serving: Path, target: FrozenTarget, out: Path) -> Path:
+def _trained(
+    data: TrafficData, samples: Sequence[Sample], rate: float, serving: Path, target: FrozenTarget, out: Path
+) -> Path:
     """A candidate of the last step: nothing is held out that could choose an earlier one."""
     progress(f"training {out.name}")
     config = TrainConfig(
-        steps=60, sequences=4, blocks=16, loss="tokens", learning_rate=1e-3, warmup=5, held_out=0, pass_tokens=1 << 13
+        steps=60, sequences=4, blocks=16, loss="tokens", learning_rate=rate, warmup=5, held_out=0, pass_tokens=1 << 13
     )
     poison = replace(data, train=tuple(samples), replay=(), validation=())
     store = LocalStore(out / "features", 8 << 30)

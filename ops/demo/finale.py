@@ -141,8 +141,8 @@ async def offer_poisoned(
     data = run_data(story)
     report = await asyncio.to_thread(
         judge,
-        of_few(data.gate, story.served.config.gate.min_sessions),
-        of_few(data.anchor, story.served.config.gate.min_anchor_sessions),
+        _of_few(data.gate, story.served.config.gate.min_sessions),
+        _of_few(data.anchor, story.served.config.gate.min_anchor_sessions),
         old=old,
         new=poisoned,
         target=target,
@@ -170,7 +170,7 @@ def run_data(story: Story) -> TrafficData:
     return with_later_gate(data, events, store, config.traffic)
 
 
-def of_few(samples: Sequence[Sample], sessions: int) -> list[Sample]:
+def _of_few(samples: Sequence[Sample], sessions: int) -> list[Sample]:
     """Those of so many sessions, spread evenly over all."""
     kept = set(spread(sorted({sample.session for sample in samples}), sessions))
     return [sample for sample in samples if sample.session in kept]
