@@ -205,8 +205,12 @@ class PrefixCache:
             elif border < sequence.draft_start:
                 return border
             else:
-                self._copy_draft_kv(donor, sequence, border)
-                border = sequence.draft_start // HASH_BLOCK * HASH_BLOCK
+                assert sequence.drafter is not None, "who has draft K/V has a version"
+                begin, store = donor.draft_start, self.draft_kv[sequence.drafter]
+                rows = store[:, donor.start + begin : donor.start + border]
+                store[:, sequence.start + begin : sequence.start + border] = rows
+                sequence.draft_start = begin
+                border = begin // HASH_BLOCK * HASH_BLOCK
         return 0
 
     def idle(self) -> Iterator[CachedSequence]:
@@ -271,12 +275,6 @@ class PrefixCache:
         donors = [each for each in holders if each.drafter == sequence.drafter and each.draft_start < end]
         donor = min(donors, key=lambda each: each.draft_start, default=None)
         return donor if donor is None or shared_length(donor.tokens, sequence.tokens) >= end else None
-
-    def _copy_draft_kv(self, source: CachedSequence, sequence: CachedSequence, end: int) -> None:
-        assert sequence.drafter is not None, "there is no version whose draft K/V could be shared"
-        store, begin = self.draft_kv[sequence.drafter], source.draft_start
-        store[:, sequence.start + begin : sequence.start + end] = store[:, source.start + begin : source.start + end]
-        sequence.draft_start = begin
 
     def _copy(self, source: CachedSequence, start: int, length: int) -> None:
         draft_kv = self.draft_kv.get(source.drafter) if source.drafter else None

@@ -437,29 +437,26 @@ class EngineCore:
         Draft K/V is written whether or not anybody speculates at present; a rejected row's is overwritten later. The
         target's K/V of rows that are read again stays as it is, bit by bit.
         """
+        reads = [(rows.sequence.kv, rows.sequence.kv.length, rows.tokens, rows.sequence.drafter) for rows in batch]
+        again = None
+        if growth is not None:
+            kv, start, end = growth.kv, growth.start, growth.end
+            reads.append((kv, start, kv.tokens[start:end], self.drafter))
+            kv.draft_start = start
+            again = None if self.target.invariant else slice(kv.start + start, kv.start + end)
         segments: list[Segment] = []
         positions: list[int] = []
         tokens: list[int] = []
-        drafters = [rows.sequence.drafter for rows in batch]
-        for rows in batch:
-            kv = rows.sequence.kv
-            segments.append(Segment(len(tokens), len(rows.tokens), kv.start, kv.length))
-            positions.extend(range(kv.length, kv.length + len(rows.tokens)))
-            tokens.extend(rows.tokens)
-        again = slice(0)
-        if growth is not None:
-            kv, start, end = growth.kv, growth.start, growth.end
-            segments.append(Segment(len(tokens), end - start, kv.start, start))
-            positions.extend(range(start, end))
-            tokens.extend(kv.tokens[start:end])
-            drafters.append(self.drafter)
-            kv.draft_start = start
-            again = slice(kv.start + start, kv.start + end)
+        for kv, start, read, _ in reads:
+            segments.append(Segment(len(tokens), len(read), kv.start, start))
+            positions.extend(range(start, start + len(read)))
+            tokens.extend(read)
+        drafters = [drafter for *_, drafter in reads]
         device = self.target.device
         at = torch.tensor(positions, device=device)
         reading = dict.fromkeys(drafter for drafter in drafters if drafter and drafter.feature_layers)
         layers = sorted({layer for drafter in reading for layer in drafter.feature_layers})
-        kept = None if self.target.invariant else self._kv[:, again].clone()
+        kept = self._kv[:, again].clone() if again is not None else None
         hidden, features = self.target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
         if kept is not None:
             self._kv[:, again] = kept

@@ -101,7 +101,7 @@ async def _report(
     metrics["promoted"] = float(promoted)
     metrics["minutes_signal_to_promoted"] = (training.ended - story.signal.time) / 60 if promoted else None
     metrics["p95_tpot_increase_while_training"] = _p95(training) / _p95(by_name["drift"]) - 1
-    checked, violations = await finale.lossless(story, 10 if quick else 40, _step)
+    checked, violations = await finale.lossless(story, 10 if quick else 60, _step)
     metrics["failed_requests"] = sum(len(phase.failures) for phase in story.phases)
     metrics["lossless_violations"], metrics["lossless_checked"] = violations, checked
     table += [_phase(story, phase) for phase in story.phases]

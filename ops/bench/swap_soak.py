@@ -84,8 +84,8 @@ async def soak(
     """Metrics and a row: failures, violations, growth of the engine's memory, and gaps between commits in steps.
 
     Both runs have the same load; in the second, every `SECONDS_BETWEEN` the other of ``drafters`` is loaded and made to
-    serve. A gap's excess is over the run without swaps, in units of its median gap. Memory is compared between the
-    second quarter and the second half of the swaps, by medians: how much of a version's draft K/V was written differs
+    serve. A gap's excess is over the run without swaps, in units of its median gap. Memory's growth is
+    from the first quarter of the swaps to the last, by medians: how much of a version's draft K/V was written differs
     from swap to swap.
     """
     load = Load(engine, prompts)
@@ -112,7 +112,7 @@ async def soak(
     await _timed(load, swap())
     step = median(still)
     memory = [size / 2**20 for size in resident]
-    first, last = memory[swaps // 4 : swaps // 2], memory[swaps // 2 :]
+    first, last = memory[: swaps // 4], memory[-swaps // 4 :]
     added = {f"swap_added_gap_p{p}_steps": (_cut(load.gaps, p) - _cut(still, p)) / step for p in (50, 99)}
     metrics: dict[str, float | None] = {
         "swap_failed_requests": load.failed,

@@ -107,7 +107,7 @@ def test_a_background_process_has_the_lowest_priority() -> None:
             "import os, torch; from redraft.engine.embedded.threads import usable_cores;"
             "from redraft.retrain.background import be_background; be_background();"
             "print(os.nice(0), getattr(os, 'sched_getscheduler', lambda _: None)(0) == getattr(os, 'SCHED_IDLE', None),"
-            "torch.get_num_threads() == max(1, usable_cores() - 1))",
+            "torch.get_num_threads() == usable_cores())",
         ],
         capture_output=True,
         text=True,

@@ -71,6 +71,5 @@ def test_the_fast_story_ends_well(temporary: Path) -> None:
     assert (result["failed_requests"], result["lossless_violations"]) == (0, 0)
     assert result["poisoned"]["outcome"] == "refused"
     old, new = (result["judged"][side] for side in ("old", "new"))
-    assert new["committed"] == old["committed"]
-    assert new["verify_steps"] < old["verify_steps"], "the new drafter is no better on requests it never saw"
+    assert new["committed"] / new["verify_steps"] > 1.15 * old["committed"] / old["verify_steps"]
     assert "Redraft noticed after" in done.stdout
