@@ -133,7 +133,7 @@ async def _conclude(story: Story, fast: bool, began: float, show: _Display) -> R
     if story.run.outcome == "promoted" and serving is not None:
         new = story.registry.path(serving)
         target = await asyncio.to_thread(finale.frozen_target, story)
-        judged = await asyncio.to_thread(finale.judged, story, old, new, target, 6 if fast else 20, show.progress)
+        judged = await asyncio.to_thread(finale.judged, story, old, new, target, 10 if fast else 20, show.progress)
         with TemporaryDirectory(prefix="redraft-") as work:
             poisoned = await finale.offer_poisoned(story, old, new, target, Path(work), show.progress)
     phases = [phase_row(story, phase) for phase in story.phases]

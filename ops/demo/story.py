@@ -85,13 +85,13 @@ FAST = Plan(
     think_training=2.0,
     before=40,
     drift=30,
-    collect=16,
+    collect=30,
     judged=10,
-    recipe={"steps": 30, "sequences": 3, "eval_every": 30, "held_out": 4},
+    recipe={"steps": 50, "sequences": 4, "eval_every": 50, "held_out": 4},
     settings={
         "feedback": {"baseline_share": 1.0},
         "drift": {"learning_sessions": 30, "cooldown_sessions": 1000, "effect_floor": 0.3},
-        "traffic": {"anchor_share": 0.3, "replay_share": 0.3, "sessions": 24, "judging_sessions": 16},
+        "traffic": {"anchor_share": 0.3, "sessions": 40, "judging_sessions": 16},
         "gate": {"min_sessions": 8, "min_anchor_sessions": 8, "anchor_margin": 0.15, "parity_sessions": 2},
     },
 )
