@@ -28,7 +28,7 @@ from redraft.ops.bench.swap_soak import soak
 from redraft.ops.demo import finale
 from redraft.ops.demo.deployment import Deployed, deployed
 from redraft.ops.demo.scenario import MAX_TOKENS, before, evaluation
-from redraft.ops.demo.story import FAST, FULL, Phase, Plan, Story
+from redraft.ops.demo.story import FAST, FULL, Phase, PhaseName, Plan, Story
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.provenance import present_commit
 from redraft.retrain.replay import AcceptCounts, replay
@@ -45,8 +45,8 @@ METHOD = (
     "reaches, at block length 7; the offline one learnt from all sessions after the rewrite "
     "(ops/bench/loop_offline.py). Anchor loss is the relative goodput lost on sessions of test families as they were "
     "before the rewrite; both drafters have one shape, and a step costs the same. Bounds are of a bootstrap over "
-    "sessions. P95 TPOT while training is against the same load and drafter just before. A lossless violation is an "
-    "answer that differs from the one without a drafter."
+    "sessions. P95 TPOT while training is against the same load, traffic and drafter before. A lossless violation is "
+    "an answer that differs from the one without a drafter."
 )
 
 
@@ -95,12 +95,11 @@ async def _report(
 ) -> None:
     assert story.run is not None
     assert story.signal is not None
-    by_name = {phase.name: phase for phase in story.phases}
-    training = by_name["training"]
+    training = next(phase for phase in story.phases if phase.name == "training")
     promoted = story.run.outcome == "promoted"
     metrics["promoted"] = float(promoted)
     metrics["minutes_signal_to_promoted"] = (training.ended - story.signal.time) / 60 if promoted else None
-    metrics["p95_tpot_increase_while_training"] = _p95(training) / _p95(by_name["drift"]) - 1
+    metrics["p95_tpot_increase_while_training"] = _p95(story, "training") / _p95(story, "drift") - 1
     checked, violations = await finale.lossless(story, 10 if quick else 60, _step)
     metrics["failed_requests"] = sum(len(phase.failures) for phase in story.phases)
     metrics["lossless_violations"], metrics["lossless_checked"] = violations, checked
@@ -298,8 +297,10 @@ def _phase(story: Story, phase: Phase) -> dict[str, Any]:
     }
 
 
-def _p95(phase: Phase) -> float:
-    return quantiles([turn.tpot for turn in phase.turns if turn.tpot is not None], n=20, method="inclusive")[18]
+def _p95(story: Story, name: PhaseName) -> float:
+    """Of TPOT, over every phase of that name."""
+    turns = [turn for phase in story.phases if phase.name == name for turn in phase.turns]
+    return quantiles([turn.tpot for turn in turns if turn.tpot is not None], n=20, method="inclusive")[18]
 
 
 def _ticked(phase: str, done: int, wanted: int, tau: float | None) -> None:

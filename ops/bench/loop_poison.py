@@ -31,6 +31,9 @@ LOOPING = 20
 
 LOOPING_TOKENS = 160
 
+JUDGES = 40
+"""Sessions of new traffic, and anchors: a third may be set aside for repeating what training saw."""
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -46,7 +49,7 @@ async def offer_all(
     story: Story, engine: EmbeddedEngine, old: Path, new: Path, target: FrozenTarget, work: Path, *, quick: bool
 ) -> list[Refused]:
     """What the gate says of each; ``quick`` makes only those that need no training."""
-    data = finale.run_data(story)
+    data = finale.run_data(story, story.served.config.traffic.model_copy(update={"judging_sessions": JUDGES}))
     costs = await engine.costs()
     looping = [] if quick else await looping_answers(engine, [*data.train, *data.gate], LOOPING)
     refused = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from redraft.engine.checkpoints import resolve
@@ -29,6 +29,7 @@ from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.replay import DFlashReplay, replay
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
+from redraft.retrain.traffic_config import TrafficConfig
 from redraft.retrain.trainer import Progress
 
 TENANT = "default"
@@ -138,11 +139,11 @@ async def offer_poisoned(
         costs = await engine.costs()
     finally:
         await engine.close()
-    data = run_data(story)
+    data = run_data(story, story.served.config.traffic)
     report = await asyncio.to_thread(
         judge,
-        _of_few(data.gate, story.served.config.gate.min_sessions),
-        _of_few(data.anchor, story.served.config.gate.min_anchor_sessions),
+        data.gate,
+        data.anchor,
         old=old,
         new=poisoned,
         target=target,
@@ -161,19 +162,12 @@ async def offer_poisoned(
     )
 
 
-def run_data(story: Story) -> TrafficData:
+def run_data(story: Story, traffic: TrafficConfig) -> TrafficData:
     """What the loop's run had to learn from and to judge by, and the sessions since."""
     assert story.signal is not None
-    config = story.served.config
-    events, store = list(open_log(config).events()), open_contexts(config)
-    data = collect(events, store, target=story.target, since=story.signal.since, config=config.traffic)
-    return with_later_gate(data, events, store, config.traffic)
-
-
-def _of_few(samples: Sequence[Sample], sessions: int) -> list[Sample]:
-    """Those of so many sessions, spread evenly over all."""
-    kept = set(spread(sorted({sample.session for sample in samples}), sessions))
-    return [sample for sample in samples if sample.session in kept]
+    events, store = list(open_log(story.served.config).events()), open_contexts(story.served.config)
+    data = collect(events, store, target=story.target, since=story.signal.since, config=traffic)
+    return with_later_gate(data, events, store, traffic)
 
 
 def frozen_target(story: Story) -> FrozenTarget:
