@@ -34,6 +34,7 @@ from redraft.retrain.provenance import present_commit
 from redraft.retrain.replay import AcceptCounts, replay
 
 DRAWS = 10_000
+JUDGED = 50
 AGENTS = 4
 LOAD = 0.5
 METHOD = (
@@ -65,7 +66,7 @@ def run(*, quick: bool = False) -> dict[str, Any]:
 
 async def _run(quick: bool) -> dict[str, Any]:
     commit = present_commit()
-    plan = FAST if quick else FULL
+    plan = FAST if quick else replace(FULL, judged=JUDGED)
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     with TemporaryDirectory(prefix="redraft-") as folder:

@@ -26,10 +26,12 @@ from redraft.retrain.gate.poisoned import deepened, misled, unmarked
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.traffic import TrafficData
 
-LOOPING = 20
-"""Looping answers: half to learn from, half to judge by."""
+LOOPING = 8
+"""Looping answers to learn from, and as many to judge by."""
 
 LOOPING_TOKENS = 160
+
+AT_ONCE = 8
 
 JUDGES = 40
 """Sessions of new traffic, and anchors: a third may be set aside for repeating what training saw."""
@@ -51,9 +53,13 @@ async def offer_all(
     """What the gate says of each; ``quick`` makes only those that need no training."""
     data = finale.run_data(story, story.served.config.traffic.model_copy(update={"judging_sessions": JUDGES}))
     costs = await engine.costs()
-    looping = [] if quick else await looping_answers(engine, [*data.train, *data.gate], LOOPING)
+    poisons = [*_untrained(data, new, work)]
+    if not quick:
+        learnt = await looping_answers(engine, data.replay, LOOPING)
+        judging = await looping_answers(engine, [*data.gate, *data.train], LOOPING)
+        poisons += await asyncio.to_thread(lambda: list(_trained(data, learnt, judging, old, target, work)))
     refused = []
-    for offer in await asyncio.to_thread(lambda: list(_offers(data, looping, new, old, target, work, quick))):
+    for offer in poisons:
         progress(f"poisoned: {offer.poison}")
         report = await asyncio.to_thread(
             judge,
@@ -73,65 +79,65 @@ async def offer_all(
     return refused
 
 
-async def looping_answers(engine: EmbeddedEngine, samples: Iterable[Sample], wanted: int) -> list[Sample]:
-    """Looping answers of the target: what it says when it may not end an answer."""
+async def looping_answers(engine: EmbeddedEngine, samples: Sequence[Sample], wanted: int) -> list[Sample]:
+    """Looping answers of the target to these prompts: what it says when it may not end an answer."""
     found: list[Sample] = []
-    for sample in samples:
-        end = sample.spans[-1][1]
-        tokens: list[int] = []
-        request = GenerationRequest(
-            request_id=f"looping-{len(found)}-{sample.id}",
-            prompt_ids=sample.token_ids[:end],
-            stopping=StopConditions(max_tokens=LOOPING_TOKENS, ignore_eos=True),
-            sampling=GREEDY,
-        )
-        async for commit in engine.generate(request):
-            tokens += commit.token_ids
-        if is_looping(tokens):
-            name = f"looping-{len(found)}"
-            ids = (*sample.token_ids[:end], *tokens)
-            found.append(replace(sample, id=name, session=name, token_ids=ids, spans=((end, len(ids)),), looping=True))
-            progress(f"{len(found)} of {wanted} looping answers")
-        if len(found) == wanted:
+    for first in range(0, len(samples), AT_ONCE):
+        group = samples[first : first + AT_ONCE]
+        found += filter(None, await asyncio.gather(*(_looping_answer(engine, sample) for sample in group)))
+        progress(f"{len(found)} of {wanted} looping answers")
+        if len(found) >= wanted:
             break
-    return found
+    return found[:wanted]
 
 
-def _offers(
-    data: TrafficData,
-    looping: Sequence[Sample],
-    new: Path,
-    old: Path,
-    target: FrozenTarget,
-    work: Path,
-    quick: bool,
-) -> Iterable[Offer]:
+async def _looping_answer(engine: EmbeddedEngine, sample: Sample) -> Sample | None:
+    end = sample.spans[-1][1]
+    name = f"looping-{sample.id}"
+    tokens: list[int] = []
+    request = GenerationRequest(
+        request_id=name,
+        prompt_ids=sample.token_ids[:end],
+        stopping=StopConditions(max_tokens=LOOPING_TOKENS, ignore_eos=True),
+        sampling=GREEDY,
+    )
+    async for commit in engine.generate(request):
+        tokens += commit.token_ids
+    if not is_looping(tokens):
+        return None
+    ids = (*sample.token_ids[:end], *tokens)
+    return replace(sample, id=name, session=name, token_ids=ids, spans=((end, len(ids)),), looping=True)
+
+
+def _untrained(data: TrafficData, new: Path, work: Path) -> Iterable[Offer]:
     learnt = TrainingRecord.of([*data.train, *data.replay, *data.validation])
     deepened(new, work / "slow", finale.DEAD_LAYERS)
     yield Offer("accepts more, drafts cost more than that saves", work / "slow", learnt, data.gate)
     yield Offer("learnt from sessions that judge it", new, learnt | TrainingRecord.of(data.gate), data.gate)
-    if quick:
-        return
+
+
+def _trained(
+    data: TrafficData, learnt: Sequence[Sample], judging: Sequence[Sample], old: Path, target: FrozenTarget, work: Path
+) -> Iterable[Offer]:
     block = 16
     token = 0
     forgetting = [*data.train, *itertools.islice(misled(data.replay, block, token), len(data.train))]
     yield Offer(
         "better on new traffic, worse on anchors",
-        _trained(data, forgetting, 1e-3, old, target, work / "forgetting"),
+        _fine_tuned(data, forgetting, 1e-3, old, target, work / "forgetting"),
         TrainingRecord.of(forgetting),
         data.gate,
     )
-    half = len(looping) // 2
-    repeating = [*unmarked(looping[:half]), *data.replay]
+    repeating = list(unmarked(learnt))
     yield Offer(
         "better only where answers loop",
-        _trained(data, repeating, 2e-4, old, target, work / "looping"),
+        _fine_tuned(data, repeating, 3e-4, old, target, work / "looping"),
         TrainingRecord.of(repeating),
-        [*data.gate, *looping[half:]],
+        [*data.gate, *judging],
     )
 
 
-def _trained(
+def _fine_tuned(
     data: TrafficData, samples: Sequence[Sample], rate: float, serving: Path, target: FrozenTarget, out: Path
 ) -> Path:
     """A candidate of the last step: nothing is held out that could choose an earlier one."""

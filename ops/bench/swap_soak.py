@@ -84,9 +84,9 @@ async def soak(
     """Metrics and a row: failures, violations, growth of the engine's memory, and gaps between commits in steps.
 
     Both runs have the same load; in the second, every `SECONDS_BETWEEN` the other of ``drafters`` is loaded and made to
-    serve. A gap's excess is over the run without swaps, in units of its median gap. Memory's growth is
-    from the first quarter of the swaps to the last, by medians: how much of a version's draft K/V was written differs
-    from swap to swap.
+    serve. A gap's excess is over the run without swaps, in units of its median gap. Memory rises and falls with how
+    much of each version's draft K/V has been written; its growth is that of the peak from the first half of the swaps
+    to the second.
     """
     load = Load(engine, prompts)
     await load.learn()
@@ -112,12 +112,11 @@ async def soak(
     await _timed(load, swap())
     step = median(still)
     memory = [size / 2**20 for size in resident]
-    first, last = memory[: swaps // 4], memory[-swaps // 4 :]
     added = {f"swap_added_gap_p{p}_steps": (_cut(load.gaps, p) - _cut(still, p)) / step for p in (50, 99)}
     metrics: dict[str, float | None] = {
         "swap_failed_requests": load.failed,
         "swap_lossless_violations": load.violations,
-        "swap_rss_growth_mib": median(last) - median(first),
+        "swap_rss_growth_mib": max(memory[swaps // 2 :]) - max(memory[: swaps // 2]),
         **added,
     }
     row = {

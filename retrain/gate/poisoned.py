@@ -4,7 +4,7 @@
 | --- | --- | --- |
 | more tokens accepted, each at a higher price | a good candidate, `deepened` | ``slower`` |
 | better on new traffic, worse on anchors | trained on new traffic and on `misled` anchors | ``anchors_lost`` |
-| better only where answers loop | trained on old traffic and on looping answers, `unmarked` | ``looping_only`` |
+| better only where answers loop | trained on looping answers to old prompts, `unmarked` | ``looping_only`` |
 | judged by what it learnt | trained on the very sessions that judge | ``leaked`` |
 | worse everywhere | `noised` | ``anchors_lost``, ``not_better`` |
 """
