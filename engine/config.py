@@ -25,8 +25,8 @@ class EngineConfig(BaseModel):
     drafter: str = Field(
         "dflash",
         min_length=1,
-        description="Who proposes tokens: none, ngram, dflash (the version that was promoted, else the one bundled for "
-        "the model, else n-gram), or a drafter checkpoint's folder.",
+        description="Who proposes tokens: none, ngram, dflash, eagle3 or mtp (the version that was promoted, else the "
+        "one of that kind that is bundled for the model, else n-gram), or a drafter checkpoint's folder.",
     )
     block_size: int = Field(8, ge=2, le=64, description="Block start plus draft slots, as SGLang counts.")
     max_running: int = Field(8, ge=1, le=256, description="Choices that decode at once.")

@@ -124,12 +124,12 @@ def run_engine(config_path: Path) -> None:
     """The engine process."""
     config, engine_socket = _effective(config_path)
     try:
-        from redraft.engine.drafters.loading import BUNDLED
+        from redraft.engine.drafters.loading import KINDS
         from redraft.engine.embedded.server import main
         from redraft.retrain.publisher import serving_drafter
     except ModuleNotFoundError as error:
         raise CliError(f"the embedded engine needs the engine extra ({error}): pip install 'redraft[engine]'") from None
-    if config.engine.drafter == BUNDLED:
+    if config.engine.drafter in KINDS:
         main(config.engine, engine_socket, partial(serving_drafter, config.retrain.registry))
     else:
         main(config.engine, engine_socket)

@@ -22,8 +22,19 @@ class TrainConfig(BaseModel):
     sequences: int = Field(32, ge=1, le=1 << 16, description="Sequences of a step.")
     blocks: int = Field(48, ge=1, description="Most blocks of a sequence in a step.")
     block_size: int = Field(8, ge=2, le=64, description="Block start plus draft slots.")
-    layers: int = Field(3, ge=1, description="The drafter's layers, and how many of the target's it reads.")
-    mask_token_id: int = Field(0, ge=0, description="The token that stands for one still to be drafted.")
+    layers: int = Field(3, ge=1, description="The drafter's layers; DFlash reads as many of the target's.")
+    mask_token_id: int = Field(0, ge=0, description="DFlash: the token that stands for one still to be drafted.")
+    injection: bool = Field(
+        True, description="DFlash: features go into every layer as K/V; without, they are rows of input (an ablation)."
+    )
+    autoregressive: bool = Field(
+        False, description="DFlash: a block's tokens are drafted one after another instead of at once (an ablation)."
+    )
+    draft_vocab: int = Field(
+        16384,
+        ge=1,
+        description="EAGLE-3: how many tokens it can draft, the most frequent of the answers it learns from.",
+    )
     context_window: int | None = Field(
         None, ge=1, description="Features that a block sees before its start; unset: all."
     )

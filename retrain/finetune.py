@@ -12,20 +12,19 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from redraft.engine.drafters.dflash_checkpoint import check_fits
 from redraft.engine.drafters.loading import content_id
 from redraft.engine.types import AcceptLength
 from redraft.retrain.background import Duty, stopped_by_signals
 from redraft.retrain.config import TrainConfig
-from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.dflash.run import spread
-from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import CAPTURE_ROWS, FeatureCache, PatientCapture
 from redraft.retrain.features_store import FeatureStore
 from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.paradigms.kinds import load_model
 from redraft.retrain.provenance import Provenance, provenance
-from redraft.retrain.replay import DFlashReplay
+from redraft.retrain.replay import ModelReplay
+from redraft.retrain.run import spread
+from redraft.retrain.strategy import BlockStrategy
 from redraft.retrain.traffic import TrafficData
 from redraft.retrain.trainer import BEST, DRAFTER, STATE, HeldOut, Progress, Trainer, silent
 
@@ -63,19 +62,16 @@ def finetune(
 
     To be called in a process of its own, after `redraft.retrain.background.be_background`. Held-out answers that were
     sampled are replayed as if they were greedy: too low an accept length, but one that ranks steps alike.
-    Shape, block size and mask token are the serving drafter's, whatever ``config`` says. SIGTERM and SIGINT save the
+    Its shape is the serving drafter's, whatever ``config`` says. SIGTERM and SIGINT save the
     state and raise `Stopped`. Raises `TrainingError` where there is nothing to learn from or ``out`` holds another run,
     `DrafterError` if ``serving`` is no drafter of the target.
     """
     if data.target != target.identity:
         raise TrainingError(f"the data are of target {data.target[:12]}, this one is {target.identity[:12]}")
     device = target.target.device
-    model = DFlashModel.load(serving, device)
-    shape = model.config
-    check_fits(shape, target.target.config, target.identity, serving)
-    config = config.model_copy(
-        update={"block_size": shape.block_size, "layers": shape.layers, "mask_token_id": shape.mask_token_id}
-    )
+    model = load_model(serving, device)
+    model.check_fits(target, serving)
+    shape, config = model.config, model.recipe(config)
     samples = [*data.train, *data.replay]
     record = provenance(
         config,
@@ -97,8 +93,8 @@ def finetune(
         )
         chosen = [each for each in data.validation if len(each.token_ids) <= shape.context_length]
         held_out = spread(chosen, config.held_out)
-        judges = HeldOut(held_out, DFlashReplay(model, target, cache.features)) if held_out else None
-        strategy = DFlashStrategy(model, target, config, record)
+        judges = HeldOut(held_out, ModelReplay(model, target, cache.features)) if held_out else None
+        strategy = BlockStrategy(model, target, config, record)
         trainer = Trainer(strategy, samples, cache, config, out, record, judges, duty)
         if (out / STATE).exists():
             trainer.resume()

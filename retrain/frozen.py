@@ -7,10 +7,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor
 
-from redraft.engine.checkpoints import identity, open_tensors, validate
+from redraft.engine.checkpoints import identity, validate
 from redraft.engine.embedded.model import Target
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.errors import TrainingError
@@ -28,11 +27,7 @@ class FrozenTarget:
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Raises `CheckpointError` if the folder is no sound checkpoint."""
         target = Target(folder, validate(folder), device=device, dtype=dtype, invariant=False)
-        head = target.embedding
-        if not target.config.tie_word_embeddings:
-            with safe_open(open_tensors(folder)["lm_head.weight"].file, framework="pt", device=str(device)) as file:
-                head = file.get_tensor("lm_head.weight").to(dtype)
-        return cls(target, head, identity(folder))
+        return cls(target, target.head_weight, identity(folder))
 
     @property
     def embedding(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Losses of drafted blocks over the whole vocabulary, in fp32, a chunk of rows at a time.
+"""Losses of drafted blocks over a head's whole vocabulary, in fp32, a chunk of rows at a time.
 
 The head is frozen, so a chunk's gradient for its hidden states is all that outlives its logits: memory does not grow
 with rows times vocabulary.
@@ -55,9 +55,10 @@ def block_loss(
 ) -> LossTerms:
     """Weighted loss of hidden [blocks, slots, hidden] under the frozen head [vocab, hidden].
 
-    labels [blocks, slots] int64, valid [blocks, slots] bool. Without ``teacher`` it is the cross-entropy of the labels;
-    with (normed hidden states [blocks, slots, hidden] of the target, where it predicted those labels) the
-    Kullback-Leibler divergence from the target's distribution.
+    labels [blocks, slots] int64 are rows of the head; valid [blocks, slots] bool. A valid label of -1 is a token that
+    the head lacks: it counts as drafted wrong, and nothing is learnt from it. Without ``teacher`` it is the
+    cross-entropy of the labels; with (normed hidden states [blocks, slots, hidden] of the target, where it predicted
+    those labels) the Kullback-Leibler divergence from the target's distribution.
     """
     return LossTerms(*_HeadLoss.apply(hidden, head, labels, valid, weigh, teacher))  # type: ignore[no-untyped-call]
 
@@ -73,11 +74,12 @@ class _HeadLoss(torch.autograd.Function):
         parts = []
         for first in range(0, blocks, chunk):
             part = slice(first, first + chunk)
-            label, counts = labels[part].flatten()[:, None], valid[part]
+            counts, known = valid[part], labels[part] >= 0
+            label = labels[part].clamp(min=0).flatten()[:, None]
             logprob = logits(hidden[part].flatten(0, 1), head).log_softmax(-1)
-            right = (logprob.argmax(-1) == label[:, 0]).view_as(counts) & counts
+            right = (logprob.argmax(-1) == label[:, 0]).view_as(counts) & counts & known
             label_logprob = logprob.gather(1, label)
-            weight = weigh(label_logprob.view_as(counts), counts)
+            weight = weigh(label_logprob.view_as(counts).masked_fill(~known, float("-inf")), counts) * known
             row_weight = weight.reshape(-1, 1)
             if teacher is None:
                 loss = -label_logprob

@@ -17,13 +17,11 @@ from redraft.engine.drafters.base import DraftSequence
 from redraft.engine.drafters.lookup import SuffixIndex
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.types import AcceptLength
+from redraft.retrain.blocks import block_starts
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.blocks import block_starts
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.features import Capture, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
-
-BLOCKS_PER_PASS = 128
+from redraft.retrain.paradigms.base import DraftModel
 
 
 class AcceptCounts(Struct, frozen=True):
@@ -111,13 +109,13 @@ class Drafting(Protocol):
     def __call__(self, sample: Sample) -> Proposals: ...
 
 
-class DFlashReplay:
-    """Proposals of a trained model at every block start, whole blocks of its block size.
+class ModelReplay:
+    """Proposals of a trained model at every block start, as long as its blocks are.
 
     ``capture`` makes features of the model's feature layers; None makes them anew for every sample.
     """
 
-    def __init__(self, model: DFlashModel, target: FrozenTarget, capture: Capture | None = None) -> None:
+    def __init__(self, model: DraftModel, target: FrozenTarget, capture: Capture | None = None) -> None:
         self._model = model
         self._target = target
         self._capture = capture or FeatureCapture(target.target, model.config.feature_layers)
@@ -128,16 +126,12 @@ class DFlashReplay:
         starts = block_starts(sample.spans)[:, 0]
         if not len(starts):
             return lambda start: ()
-        (captured,) = self._capture([sample.token_ids[: int(starts.max()) + 1]])
+        read = sample.token_ids[: int(starts.max()) + 1]
+        (captured,) = self._capture([read])
         device = captured.features.device
-        tokens = torch.tensor(sample.token_ids)[starts].to(device)
-        context = self._model.inject(captured.features[None])
-        drafted = []
-        parts = zip(torch.split(starts.to(device), BLOCKS_PER_PASS), torch.split(tokens, BLOCKS_PER_PASS), strict=True)
-        for at, token in parts:
-            hidden = self._model.draft(context, at[None], token[None], self._target.embedding)[0]
-            drafted.append(self._target.target.head(hidden.flatten(0, 1)).argmax(-1).view(hidden.shape[:2]))
-        by_start: dict[int, list[int]] = dict(zip(starts.tolist(), torch.cat(drafted).tolist(), strict=True))
+        ids = torch.tensor(read, device=device)
+        drafted = self._model.proposals(captured.features, ids, starts.to(device), self._target)
+        by_start = dict(zip(starts.tolist(), drafted, strict=True))
         return lambda start: by_start[start]
 
 

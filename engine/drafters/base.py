@@ -10,6 +10,7 @@ from msgspec import Struct
 from torch import Tensor
 
 from redraft.engine.drafters.lookup import SuffixIndex
+from redraft.engine.embedded.attention import Segment
 from redraft.engine.types import GREEDY, DrafterVersion, SamplingParams
 
 
@@ -21,17 +22,26 @@ class Proposal(Struct, frozen=True):
     match_length: int | None = None
 
 
+LEAST_SURVIVAL = 0.1
+"""The chance that all drafted tokens are accepted, below which no further one is worth a pass of the drafter's own.
+
+A pass takes about a tenth of what a committed token saves.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class DraftSequence:
     """One sequence as a drafter sees it: committed tokens only, and never those of another.
 
     ``tokens`` are prompt and answer so far; the last is the block start, and positions ``window_start`` to just before
-    it have draft K/V in arena slots from ``slot + window_start``. At most ``length`` tokens are wanted; the sequence
-    owns ``room`` slots from the block start on.
+    it have draft K/V in arena slots from ``slot + window_start``. At most ``length`` tokens are wanted, and, where each
+    takes a pass, none once all before it are accepted with less than ``least_survival``. The sequence owns ``room``
+    slots from the block start on.
     """
 
     tokens: Sequence[int]
     length: int
+    least_survival: float = 0.0
     slot: int = 0
     room: int = 0
     window_start: int = 0
@@ -39,6 +49,22 @@ class DraftSequence:
     sampling: SamplingParams = GREEDY
     seed: int = 0
     choice: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRows:
+    """Rows of a target pass, some of which a later pass may find to have been rejected.
+
+    features [rows, layers * hidden]; tokens, positions and slots [rows] int64. ``segments`` lie side by side; the draft
+    K/V of each begins at its position in ``windows``.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+    segments: Sequence[Segment]
+    windows: Sequence[int]
 
 
 class Drafter(Protocol):
@@ -61,8 +87,8 @@ class Drafter(Protocol):
         """Empty draft K/V for an arena of ``slots``, backed by memory only where written; None if it needs none."""
         ...
 
-    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """Write the draft K/V of target rows: features [rows, layers * hidden], positions and slots [rows] int64."""
+    def materialise(self, rows: TargetRows) -> None:
+        """Write what drafting will need of these rows into their slots of the draft K/V."""
         ...
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]: ...

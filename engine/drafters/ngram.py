@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from redraft.engine.drafters.base import DraftSequence, Proposal
+from redraft.engine.drafters.base import DraftSequence, Proposal, TargetRows
 from redraft.engine.types import FLOOR
 
 
@@ -28,7 +28,7 @@ class NgramDrafter:
     def new_kv(self, slots: int) -> Tensor | None:
         return None
 
-    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def materialise(self, rows: TargetRows) -> None:
         """It reads tokens only."""
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:

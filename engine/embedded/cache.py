@@ -194,8 +194,9 @@ class PrefixCache:
     def share_draft_kv(self, sequence: CachedSequence) -> int:
         """Take over the draft K/V before ``draft_start`` that other sequences have of the same version and tokens.
 
-        Only hash blocks' borders are looked at. Returned is the border down to which the rest would have to be made for
-        more to be found, 0 if there is none.
+        Only hash blocks' borders are looked at, and only where one more token is alike, on which a row's draft K/V may
+        depend. Returned is the border down to which the rest would have to be made for more to be found, 0 if there is
+        none.
         """
         border = sequence.draft_start // HASH_BLOCK * HASH_BLOCK
         while border > 0:
@@ -270,11 +271,12 @@ class PrefixCache:
             del self._index[key]
 
     def _draft_donor(self, sequence: CachedSequence, end: int) -> CachedSequence | None:
-        """Who has the most draft K/V of the sequence's version and its tokens up to ``end``, a hash block's border."""
+        """Who has the most draft K/V of the sequence's version and tokens up to ``end``, a hash block's border."""
         holders = self._index.get((sequence.namespace, sequence.hashes[end // HASH_BLOCK - 1]), ())
         donors = [each for each in holders if each.drafter == sequence.drafter and each.draft_start < end]
         donor = min(donors, key=lambda each: each.draft_start, default=None)
-        return donor if donor is None or shared_length(donor.tokens, sequence.tokens) >= end else None
+        wanted = min(end + 1, sequence.length)
+        return donor if donor is None or shared_length(donor.tokens, sequence.tokens) >= wanted else None
 
     def _copy(self, source: CachedSequence, start: int, length: int) -> None:
         draft_kv = self.draft_kv.get(source.drafter) if source.drafter else None

@@ -7,6 +7,7 @@ import secrets
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from redraft.engine.chat.grammar import GrammarCompiler, Matcher
 from redraft.engine.chat.tokenizer import Tokenizer
-from redraft.engine.drafters.base import Drafter, DraftSequence, Proposal
+from redraft.engine.drafters.base import LEAST_SURVIVAL, Drafter, DraftSequence, Proposal, TargetRows
 from redraft.engine.drafters.loading import load_version
 from redraft.engine.drafters.lookup import SuffixIndex
 from redraft.engine.embedded.attention import Segment, arena_slots
@@ -114,7 +115,10 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Rows of ``kv`` from ``start`` to ``end``, where its draft K/V begins, that are read again to have theirs."""
+    """Rows of ``kv`` from ``start`` to ``end``, where its draft K/V begins, that are read again to have theirs.
+
+    One row more is read: a row's draft K/V may depend on the token after it.
+    """
 
     kv: CachedSequence
     start: int
@@ -403,6 +407,7 @@ class EngineCore:
         return DraftSequence(
             tokens=sequence.tokens,
             length=min(self.block_size, sequence.stop.remaining) - 1,
+            least_survival=LEAST_SURVIVAL,
             slot=sequence.kv.start,
             room=sequence.kv.capacity - sequence.kv.length,
             window_start=sequence.kv.draft_start,
@@ -440,33 +445,44 @@ class EngineCore:
         reads = [(rows.sequence.kv, rows.sequence.kv.length, rows.tokens, rows.sequence.drafter) for rows in batch]
         again = None
         if growth is not None:
-            kv, start, end = growth.kv, growth.start, growth.end
-            reads.append((kv, start, kv.tokens[start:end], self.drafter))
-            kv.draft_start = start
-            again = None if self.target.invariant else slice(kv.start + start, kv.start + end)
+            kv = growth.kv
+            more = kv.tokens[growth.start : growth.end + 1]
+            reads.append((kv, growth.start, more, self.drafter))
+            kv.draft_start = growth.start
+            slot = kv.start + growth.start
+            again = None if self.target.invariant else slice(slot, slot + len(more))
         segments: list[Segment] = []
         positions: list[int] = []
-        tokens: list[int] = []
+        read_tokens: list[int] = []
         for kv, start, read, _ in reads:
-            segments.append(Segment(len(tokens), len(read), kv.start, start))
+            segments.append(Segment(len(read_tokens), len(read), kv.start, start))
             positions.extend(range(start, start + len(read)))
-            tokens.extend(read)
+            read_tokens.extend(read)
         drafters = [drafter for *_, drafter in reads]
         device = self.target.device
-        at = torch.tensor(positions, device=device)
+        tokens, at = torch.tensor(read_tokens, device=device), torch.tensor(positions, device=device)
         reading = dict.fromkeys(drafter for drafter in drafters if drafter and drafter.feature_layers)
         layers = sorted({layer for drafter in reading for layer in drafter.feature_layers})
         kept = self._kv[:, again].clone() if again is not None else None
-        hidden, features = self.target.forward(torch.tensor(tokens, device=device), at, segments, self._kv, layers)
+        hidden, features = self.target.forward(tokens, at, segments, self._kv, layers)
         if kept is not None:
             self._kv[:, again] = kept
         started = perf_counter()
         slots = arena_slots(at, segments) if reading else at
         for drafter in reading:
-            own = [segment for segment, other in zip(segments, drafters, strict=True) if other is drafter]
-            index = _rows(own, device) if len(own) < len(segments) else slice(None)
-            mine = _columns(features[index], layers, drafter.feature_layers)
-            drafter.materialise(mine, at[index], slots[index])
+            own = [index for index, other in enumerate(drafters) if other is drafter]
+            theirs = [segments[index] for index in own]
+            chosen = _rows(theirs, device) if len(own) < len(segments) else slice(None)
+            drafter.materialise(
+                TargetRows(
+                    features=_columns(features[chosen], layers, drafter.feature_layers),
+                    tokens=tokens[chosen],
+                    positions=at[chosen],
+                    slots=slots[chosen],
+                    segments=_side_by_side(theirs),
+                    windows=[reads[index][0].draft_start for index in own],
+                )
+            )
         return hidden, perf_counter() - started
 
     def _logits(self, batch: Sequence[Rows], hidden: Tensor) -> Tensor:
@@ -579,6 +595,12 @@ class EngineCore:
 def _rows(segments: Sequence[Segment], device: torch.device) -> Tensor:
     rows = [row for segment in segments for row in range(segment.row, segment.row + segment.rows)]
     return torch.tensor(rows, device=device)
+
+
+def _side_by_side(segments: Sequence[Segment]) -> list[Segment]:
+    """The same segments as if there were no other rows."""
+    firsts = accumulate((segment.rows for segment in segments[:-1]), initial=0)
+    return [replace(segment, row=row) for segment, row in zip(segments, firsts, strict=True)]
 
 
 def _columns(features: Tensor, layers: Sequence[int], wanted: Sequence[int]) -> Tensor:

@@ -12,8 +12,8 @@ from time import perf_counter
 
 import torch
 
-from redraft.engine.drafters.base import Drafter, DraftSequence
-from redraft.engine.embedded.attention import Segment
+from redraft.engine.drafters.base import Drafter, DraftSequence, TargetRows
+from redraft.engine.embedded.attention import Segment, arena_slots
 from redraft.engine.embedded.cache import pages
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.cost import CostGrid, CostTable
@@ -107,10 +107,19 @@ class CostMeter:
 
         def draft(context: int, count: int) -> None:
             positions = torch.arange(context - self._block, context, device=target.device).repeat(count)
+            segments = self._segments(context, [self._block] * count)
+            rows = TargetRows(
+                features=features[: len(positions)],
+                tokens=positions % target.config.vocab,
+                positions=positions,
+                slots=arena_slots(positions, segments),
+                segments=segments,
+                windows=[0] * count,
+            )
             kept, drafter.kv = drafter.kv, kv
             try:
                 drafter.propose(batches[context][:count])
-                drafter.materialise(features[: len(positions)], positions, positions)
+                drafter.materialise(rows)
             finally:
                 drafter.kv = kept
             if target.device.type == "cuda":

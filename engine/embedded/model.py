@@ -47,8 +47,8 @@ class Target:
             return make_linear(torch.cat([tensors.pop(f"{name}.weight") for name in names]), invariant=invariant)
 
         self.embedding = tensors["model.embed_tokens.weight"]
-        head = self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
-        self.head = make_linear(head, invariant=invariant)
+        self.head_weight = self.embedding if config.tie_word_embeddings else tensors["lm_head.weight"]
+        self.head = make_linear(self.head_weight, invariant=invariant)
         self.norm = tensors["model.norm.weight"]
         self.layers = []
         for index in range(config.layers):

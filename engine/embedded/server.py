@@ -27,8 +27,7 @@ from redraft.engine.checkpoints.errors import CheckpointError
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.config import EngineConfig
 from redraft.engine.drafters.base import Drafter
-from redraft.engine.drafters.dflash_checkpoint import check
-from redraft.engine.drafters.loading import find, load_drafter, load_version
+from redraft.engine.drafters.loading import check, find, load_drafter, load_version
 from redraft.engine.embedded import wire
 from redraft.engine.embedded.cache import PAGE
 from redraft.engine.embedded.core import EngineCore

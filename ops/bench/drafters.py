@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import mean, median, quantiles
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 from redraft.engine.chat.encoding import ChatEncoder
 from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
@@ -36,15 +37,20 @@ from redraft.retrain.provenance import present_commit
 
 NONE = "none"
 DRAFTERS = (NONE, "ngram", "dflash")
+"""Always compared; ``dflash`` is the bundled one."""
+
 BLOCK_SIZES = (4, 8, 16)
-LOADS = (1, 8)
+LOADS = (1, 8, 32)
+RIVALS = ("eagle3", "mtp")
+"""What DFlash is held against: the fastest on the calibrate split of those whose names begin so."""
+
 SAMPLED = SamplingParams(temperature=0.7, top_p=0.95, seed=1)
 METHOD = (
-    f"{DEFAULT_MODEL} in the embedded engine, bf16, CPU, every core. Prompts are turns of agent sessions from scenario "
-    "families of the test split: nothing was trained, calibrated or chosen on them. Each drafter runs at the block "
-    "size that was fastest on the calibrate split. Every group of sessions is answered by each drafter in turn, in an "
-    "order that rotates; answers are greedy unless said otherwise. Time to first token at 1 session is of cold "
-    "prompts; at 8 and sampled, each session finds its own prefix kept and no other's. tau is committed tokens over "
+    f"{DEFAULT_MODEL} in the embedded engine, bf16; on a CPU with every core. Prompts are turns of agent sessions from "
+    "scenario families of the test split: nothing was trained, calibrated or chosen on them. Each drafter runs at the "
+    "block size that was fastest on the calibrate split. Every group of sessions is answered by each drafter in turn, "
+    "in an order that rotates; answers are greedy unless said otherwise. Time to first token at 1 session is of cold "
+    "prompts; at more and sampled, each session finds its own prefix kept and no other's. tau is committed tokens over "
     "verify steps, pooled. A speed-up is the ratio of decode time (first to last token) for the same tokens, median "
     "over pairs. Looping answers (60 tokens or more, fewer than 60 % distinct 8-grams) are in rows of their own and "
     "in no headline. A lossless violation is an answer that differs from the one without drafter."
@@ -81,7 +87,13 @@ class Growing:
     times: list[float] = field(default_factory=list)
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
+def run(*, quick: bool = False, drafters: Path | None = None) -> dict[str, Any]:
+    """Compare the bundled drafters and the checkpoints in folders of ``drafters``, by their folders' names."""
+    return compare("drafters", quick=quick, drafters=drafters, device="cpu")
+
+
+def compare(name: str, *, quick: bool, drafters: Path | None, device: Literal["cpu", "cuda"]) -> dict[str, Any]:
+    """The benchmark ``name`` on a device."""
     commit = present_commit()
     encoder = ChatEncoder.from_folder(resolve(DEFAULT_MODEL))
     answer_tokens = 48 if quick else 128
@@ -89,10 +101,13 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     sessions = {source: list(conversations()) for source, conversations in SOURCES.items()}
     calibrate = list(prompts(encoder, sessions, "calibrate", 1))
     tests = list(prompts(encoder, sessions, "test", 1 if quick else 3))
-    cores = {name: build_core(EngineConfig(drafter=name))[0] for name in DRAFTERS}
-    for name, core in cores.items():
-        if core.drafter is not None and core.drafter.version.kind != name:
-            raise CliError(f"no {name} drafter is bundled for {DEFAULT_MODEL}; there is nothing to compare")
+    named = {each: each for each in DRAFTERS} | _checkpoints(drafters)
+    cores = {
+        each: build_core(EngineConfig(drafter=drafter, device=device, max_running=max(LOADS)))[0]
+        for each, drafter in named.items()
+    }
+    if cores["dflash"].drafter == cores["ngram"].drafter:
+        raise CliError(f"no DFlash drafter is bundled for {DEFAULT_MODEL}; there is nothing to compare")
     metrics: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
     _choose_block_sizes(cores, calibrate, answer_tokens, metrics, table)
@@ -102,7 +117,19 @@ def run(*, quick: bool = False) -> dict[str, Any]:
     if not quick:
         sampled = _compare(cores, tests, 1, answer_tokens, SAMPLED)
         _report("1_sampled", sampled, metrics, table)
-    return envelope("drafters", METHOD, commit, metrics, table)
+    return envelope(name, METHOD, commit, metrics, table)
+
+
+def _checkpoints(folder: Path | None) -> dict[str, str]:
+    """Checkpoints in a folder, as ``engine.drafter`` takes them, by the names of their own folders."""
+    if folder is None:
+        return {}
+    found = {file.parent.name: str(file.parent.resolve()) for file in sorted(folder.glob("*/config.json"))}
+    if not found:
+        raise CliError(f"{folder} has no folder with a drafter checkpoint in it")
+    if taken := found.keys() & DRAFTERS:
+        raise CliError(f"{folder}: {', '.join(sorted(taken))} is the name of one that is compared anyway; rename it")
+    return found
 
 
 def prompts(
@@ -189,13 +216,14 @@ def _choose_block_sizes(
                     "drafter": name,
                     "block_size": block_size,
                     "tpot_ms": round(tpot[block_size] * 1e3, 2),
+                    "draft_ms": _draft_ms(answers),
                     "committed": accept.committed,
                     "verify_steps": accept.verify_steps,
                 }
             )
         best = min(tpot, key=lambda size: tpot[size])
         core.block_size, core.policy = best, FixedLength(best)
-        metrics[f"block_size_{name}"] = best
+        metrics[f"block_size_{name}"], metrics[f"calibrate_tpot_ms_{name}"] = best, tpot[best] * 1e3
 
 
 def _report(
@@ -218,6 +246,13 @@ def _report(
         )
     if part == "1" and metrics["tau_dflash"] and metrics["tau_ngram"]:
         metrics["tau_dflash_over_ngram"] = metrics["tau_dflash"] / metrics["tau_ngram"]
+    for kind in RIVALS:
+        rivals = [name for name in answers if name.startswith(kind)]
+        if part == "1" and rivals:
+            rival = min(rivals, key=lambda name: metrics.get(f"calibrate_tpot_ms_{name}") or 0.0)
+            ours, theirs = metrics["speedup_dflash_1_pooled"], metrics[f"speedup_{rival}_1_pooled"]
+            assert ours and theirs
+            metrics[f"dflash_vs_{kind}_best"] = ours / theirs
 
 
 def _rows(part: str, name: str, answers: Sequence[Answer]) -> Iterator[dict[str, Any]]:
@@ -251,8 +286,14 @@ def _summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "tpot_mean_ms": round(mean(tpot), 2) if tpot else None,
         "tpot_p50_ms": round(median(tpot), 2) if tpot else None,
         "tpot_p95_ms": round(cuts[18], 2) if tpot else None,
-        "draft_ms": round(mean(step.draft_ms for a in answers for step in a.steps), 2) if accept.verify_steps else None,
+        "draft_ms": _draft_ms(answers),
     }
+
+
+def _draft_ms(answers: Sequence[Answer]) -> float | None:
+    """Mean milliseconds of a verify step's drafts."""
+    spent = [step.draft_ms for answer in answers for step in answer.steps]
+    return round(mean(spent), 2) if spent else None
 
 
 def _accept_length(answers: Iterable[Answer]) -> AcceptLength:

@@ -34,14 +34,14 @@ from redraft.ops.demo.scenario import CHANGES, MAX_TOKENS, after, evaluation
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.conversation import Conversation
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import cache_budget
 from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.finetune import finetune
 from redraft.retrain.frozen import FrozenTarget, pick_device
+from redraft.retrain.paradigms.kinds import load_model
 from redraft.retrain.provenance import present_commit
-from redraft.retrain.replay import DFlashReplay, replay
+from redraft.retrain.replay import ModelReplay, replay
 from redraft.retrain.traffic import TrafficData
 
 RESULT = Path(__file__).resolve().parent / "results" / "loop_offline.json"
@@ -155,7 +155,7 @@ def train(
     candidate = finetune(
         data, target=target, serving=serving, out=out, config=config, features=store, progress=_printed
     )
-    drafting = DFlashReplay(DFlashModel.load(candidate.folder, at), target)
+    drafting = ModelReplay(load_model(candidate.folder, at), target)
     judged = list(samples(encoder, evaluation(*CHANGES.values()), found))
     accepted = {}
     for each in replay(judged, drafting, [BLOCK_LENGTH]):

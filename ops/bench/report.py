@@ -57,4 +57,11 @@ def _machine() -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "python": platform.python_version(),
         "torch": version("torch"),
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, str]:
+    """The GPU, where a benchmark has loaded torch and there is one."""
+    torch = sys.modules.get("torch")
+    return {"gpu": torch.cuda.get_device_name()} if torch and torch.cuda.is_available() else {}

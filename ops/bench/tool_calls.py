@@ -1,4 +1,4 @@
-"""`redraft bench tool_calls`: whether the agent target calls tools where the base does not, and still chats."""
+"""`redraft bench tool-calls`: whether the agent target calls tools where the base does not, and still chats."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def _run(scale: int) -> dict[str, Any]:
         for prompt, text, (source, loop) in zip(asked, texts, loops, strict=True):
             row = {"model": model, "id": prompt.case.id if prompt.case else None, "source": source, "looping": loop}
             table.append(row | (_verdict(prompt.case, text) if prompt.case else {}))
-    return envelope("tool_calls", METHOD, commit, metrics, table)
+    return envelope("tool-calls", METHOD, commit, metrics, table)
 
 
 def _verdict(case: Case, text: str) -> dict[str, bool]:

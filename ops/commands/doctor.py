@@ -147,13 +147,16 @@ def _model(loaded: LoadedConfig) -> Finding:
     return Finding("ok", f"model {loaded.config.engine.model} in {folder}")
 
 
+NAMES = ("none", "ngram", "dflash", "eagle3", "mtp")
+
+
 def _drafter(loaded: LoadedConfig) -> Finding:
     """Whether there is such a drafter; whether it fits the model is seen at the start, which imports torch."""
     name = loaded.config.engine.drafter
     folder = local_folder(name)
-    if name in ("none", "ngram", "dflash") or (folder and (folder / "config.json").exists()):
+    if name in NAMES or (folder and (folder / "config.json").exists()):
         return Finding("ok", f"drafter {name}")
-    mend = "Set engine.drafter to none, ngram, dflash or the folder of a checkpoint (of a training run: its drafter/)."
+    mend = f"Set engine.drafter to {', '.join(NAMES)} or a checkpoint's folder (of a training run: its drafter/)."
     return Finding("fail", f"no drafter {name}", mend)
 
 

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft.engine.types import AcceptLength, DrafterVersion
+from redraft.engine.types import AcceptLength
 from redraft.ops.commands.options import ConfigPath
 from redraft.ops.errors import CliError, UsageError
 from redraft.ops.shelf import Shelf, open_shelf
@@ -126,14 +126,13 @@ def add(
     config: ConfigPath = None,
 ) -> None:
     """Add a checkpoint as a candidate, and print its version. It serves once a gate or a person accepts it."""
-    from redraft.engine.drafters.dflash_checkpoint import load as load_checkpoint
-    from redraft.engine.drafters.loading import content_id
+    from redraft.engine.drafters.loading import load, version_of
 
     registry = open_shelf(config).registry
-    made_for = load_checkpoint(folder)[0].target
+    made_for = load(folder)[0].target
     if made_for not in ("", registry.target):
         raise CliError(f"{folder} was made for the target {made_for[:12]}; this deployment's is {registry.target[:12]}")
-    version = DrafterVersion("dflash", content_id(folder))
+    version = version_of(folder)
     record = VersionRecord(version=version, target=registry.target, origin="imported", why=why)
     print(registry.add(folder, record, who=_person()).id)
 
@@ -171,7 +170,7 @@ def rollback(
 
 
 def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], as_json: bool) -> None:
-    from redraft.engine.drafters.loading import BUNDLED
+    from redraft.engine.drafters.loading import KINDS
 
     published = asyncio.run(shelf.publishing(change))
     if as_json:
@@ -179,9 +178,11 @@ def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], 
     else:
         print(f"{published.detail[0].upper()}{published.detail[1:]}")
     drafter = shelf.config.engine.drafter
-    if drafter != BUNDLED:
+    if drafter not in KINDS:
+        kinds = ", ".join(KINDS)
         _console(stderr=True).print(
-            f"engine.drafter is {drafter}: an engine that starts here takes that; set it to {BUNDLED} to take versions"
+            f"engine.drafter is {drafter}: an engine that starts here takes that; set it to one of {kinds} to take "
+            "versions"
         )
     if shelf.engine and not published.in_force:
         raise typer.Exit(1)

@@ -23,26 +23,41 @@ Model = Annotated[str, typer.Option(help="The target: a known name, a Hugging Fa
 Data = Annotated[Path, typer.Option(help="Folder of training data, as `redraft data generate` makes it.")]
 
 
-@app.command()
-def dflash(
-    data: Data,
-    out: Annotated[Path, typer.Option(help="The run's folder: log, state to resume from, and drafter/.")],
-    model: Model = DEFAULT_MODEL,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="A recipe, e.g. configs/dflash.yaml.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from the last saved state.")] = False,
-    commit: Annotated[str | None, typer.Option(help="Which commit this is, for the record; else git is asked.")] = None,
-) -> None:
-    """Train a DFlash drafter; progress goes to standard error, the checkpoint's folder to standard output."""
-    from redraft.retrain.config import load_recipe
-    from redraft.retrain.dflash.run import train
-    from redraft.retrain.trainer import DRAFTER
+Out = Annotated[Path, typer.Option(help="The run's folder: log, state to resume from, and drafter/.")]
+Recipe = Annotated[Path | None, typer.Option("--config", "-c", help="A recipe, e.g. configs/dflash.yaml.")]
+Steps = Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's.")]
+Seed = Annotated[int | None, typer.Option(min=0, help="Instead of the recipe's.")]
+Resume = Annotated[bool, typer.Option(help="Go on from the last saved state.")]
+Commit = Annotated[str | None, typer.Option(help="Which commit this is, for the record; else git is asked.")]
 
-    with progress_bar() as progress:
-        recipe = load_recipe(config, steps=steps, seed=seed)
-        train(data, out, recipe, model=model, resume=resume, commit=commit, progress=progress)
-    print(out / DRAFTER)
+
+def _add_command(kind: str, what: str) -> None:
+    @app.command(
+        kind, help=f"Train {what}; progress goes to standard error, the checkpoint's folder to standard output."
+    )
+    def command(
+        data: Data,
+        out: Out,
+        model: Model = DEFAULT_MODEL,
+        config: Recipe = None,
+        steps: Steps = None,
+        seed: Seed = None,
+        resume: Resume = False,
+        commit: Commit = None,
+    ) -> None:
+        from redraft.retrain.config import load_recipe
+        from redraft.retrain.run import train
+        from redraft.retrain.trainer import DRAFTER
+
+        with progress_bar() as progress:
+            recipe = load_recipe(config, steps=steps, seed=seed)
+            train(kind, data, out, recipe, model=model, resume=resume, commit=commit, progress=progress)
+        print(out / DRAFTER)
+
+
+_add_command("dflash", "a DFlash drafter")
+_add_command("eagle3", "an EAGLE-3 drafter")
+_add_command("mtp", "parallel heads, a baseline")
 
 
 @app.command("eval")
@@ -54,7 +69,7 @@ def evaluate_run(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON array alone on standard output.")] = False,
 ) -> None:
     """Replay recorded greedy answers through a drafter and the n-gram floor; looping ones are counted apart."""
-    from redraft.retrain.dflash.evaluate import evaluate
+    from redraft.retrain.evaluate import evaluate
 
     with progress_bar() as progress:
         rows = evaluate(run, data, model=model, split=split, progress=progress)

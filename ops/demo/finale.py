@@ -21,13 +21,13 @@ from redraft.ops.errors import CliError
 from redraft.ops.feedback import open_contexts, open_log
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.features import CAPTURE_ROWS, PatientCapture
 from redraft.retrain.frozen import FrozenTarget, load_target
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
-from redraft.retrain.replay import DFlashReplay, replay
+from redraft.retrain.paradigms.kinds import load_model
+from redraft.retrain.replay import ModelReplay, replay
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
 from redraft.retrain.traffic_config import TrafficConfig
 from redraft.retrain.trainer import Progress
@@ -93,12 +93,12 @@ def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: i
     return Judged(sessions=len({sample.session for sample in samples}), old=totals[0], new=totals[1])
 
 
-def drafting_of(folder: Path, target: FrozenTarget) -> DFlashReplay:
+def drafting_of(folder: Path, target: FrozenTarget) -> ModelReplay:
     """A drafter's replay, which reads what a sample shares with the one before it only once."""
     device = target.target.device
-    model = DFlashModel.load(folder, device)
+    model = load_model(folder, device)
     capture = PatientCapture(target.target, model.config.feature_layers, CAPTURE_ROWS[device.type])
-    return DFlashReplay(model, target, capture)
+    return ModelReplay(model, target, capture)
 
 
 async def lossless(story: Story, count: int, progress: Progress) -> tuple[int, int]:

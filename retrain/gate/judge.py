@@ -15,15 +15,13 @@ from statistics import median
 
 import msgspec
 
-from redraft.engine.drafters.dflash_checkpoint import check_fits, load_config
-from redraft.engine.drafters.loading import content_id
+from redraft.engine.drafters.loading import check, load_config, version_of
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import Capabilities, DrafterVersion, Stratum
 from redraft.feedback.drift.reference import Reference, make_reference
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.features import CAPTURE_ROWS, PatientCapture
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate.config import GateConfig
@@ -43,7 +41,8 @@ from redraft.retrain.gate.report import (
 from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.gate.statistics import level_of
 from redraft.retrain.gate.verdict import Evidence, decide
-from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay
+from redraft.retrain.paradigms.kinds import load_model
+from redraft.retrain.replay import AcceptCounts, ModelReplay, NgramReplay
 from redraft.retrain.trainer import Progress, at_once, silent
 
 MAX_SET_ASIDE = 0.5
@@ -78,13 +77,13 @@ def judge(
     """
     folders = [new] if old is None else [old, new]
     for folder in folders:
-        check_fits(load_config(folder), target.target.config, target.identity, folder)
+        check(folder, target.target.config, target.identity)
     judging = {NEW_TRAFFIC: list(gate), ANCHORS: list(anchors)}
     level = level_of(config.alpha, look)
     block_length = min(block_length, *(load_config(folder).block_size - 1 for folder in folders))
     kept, leak, leaked, unusable = _eligible(judging, seen, target.target.config.context_length)
-    old_version = NgramDrafter.version if old is None else DrafterVersion("dflash", content_id(old))
-    new_version = DrafterVersion("dflash", content_id(new))
+    old_version = NgramDrafter.version if old is None else version_of(old)
+    new_version = version_of(new)
     report = Report(
         verdict=decide(Evidence(leaked=leaked), config),
         time=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -173,13 +172,13 @@ def _replay_all(
 ) -> dict[str, list[Answer]]:
     captures: dict[tuple[int, ...], PatientCapture] = {}
 
-    def drafting(folder: Path) -> DFlashReplay:
-        model = DFlashModel.load(folder, target.target.device)
+    def drafting(folder: Path) -> ModelReplay:
+        model = load_model(folder, target.target.device)
         layers = model.config.feature_layers
         captures.setdefault(
             layers, PatientCapture(target.target, layers, CAPTURE_ROWS[target.target.device.type], between)
         )
-        return DFlashReplay(model, target, captures[layers])
+        return ModelReplay(model, target, captures[layers])
 
     by_old = NgramReplay(block_length) if old is None else drafting(old)
     by_new = drafting(new)

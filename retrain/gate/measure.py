@@ -13,9 +13,9 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from redraft.engine.drafters.base import DraftSequence
-from redraft.engine.drafters.dflash import DFlashDrafter
-from redraft.engine.drafters.dflash_checkpoint import load_config
+from redraft.engine.drafters.base import DraftSequence, TargetRows
+from redraft.engine.drafters.loading import load_config, load_folder, version_of
+from redraft.engine.embedded.attention import Segment, arena_slots
 from redraft.engine.embedded.cache import pages
 from redraft.engine.policy.cost import CostTable
 from redraft.engine.types import DrafterVersion, context_bucket, is_looping
@@ -104,7 +104,7 @@ def check_measured(costs: CostTable, version: DrafterVersion) -> None:
     if version.id not in costs.draft:
         raise TrainingError(
             f"the engine has not measured what drafts of version {version.id} cost; let it serve (engine.drafter: "
-            "dflash), wait until the engine has nothing to run, and try again"
+            f"{version.kind}), wait until the engine has nothing to run, and try again"
         )
 
 
@@ -169,22 +169,29 @@ def measure_drafts(
 
 def _draft(folder: Path, target: FrozenTarget, context: int, sequences: int, slots: int) -> Callable[[], None]:
     """What a pass costs in drafts: a block for each sequence, and the draft K/V of as many rows."""
-    version = DrafterVersion("dflash", folder.name)
-    drafter = DFlashDrafter(folder, version, target.target, target.identity, sequences * slots)
+    drafter = load_folder(folder, version_of(folder), target.target, target.identity, sequences * slots)
     assert drafter.kv is not None
     drafter.kv.fill_(FILL)
-    rows, device = drafter.block_size, target.target.device
-    starts = [index * slots for index in range(sequences)]
+    rows, device = load_config(folder).block_size, target.target.device
+    begin = max(0, context - rows)
+    segments = [Segment(index * rows, rows, index * slots, begin) for index in range(sequences)]
     drafting = [
-        DraftSequence(tokens=[0] * context, length=rows - 1, slot=start, room=slots - context + 1) for start in starts
+        DraftSequence(tokens=[0] * context, length=rows - 1, slot=segment.slot, room=slots - context + 1)
+        for segment in segments
     ]
     width = len(drafter.feature_layers) * target.target.config.hidden
-    features = torch.full((sequences * rows, width), FILL, dtype=target.target.dtype, device=device)
-    positions = torch.arange(context - rows, context, device=device).clamp(min=0).repeat(sequences)
-    materialised = torch.tensor(starts, device=device).repeat_interleave(rows) + positions
+    positions = torch.arange(begin, begin + rows, device=device).repeat(sequences)
+    read = TargetRows(
+        features=torch.full((len(positions), width), FILL, dtype=target.target.dtype, device=device),
+        tokens=torch.zeros_like(positions),
+        positions=positions,
+        slots=arena_slots(positions, segments),
+        segments=segments,
+        windows=[0] * sequences,
+    )
 
     def draft() -> None:
-        drafter.materialise(features, positions, materialised)
+        drafter.materialise(read)
         drafter.propose(drafting)
 
     return draft

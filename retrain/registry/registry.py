@@ -223,10 +223,10 @@ def open_registry(root: Path, target: str) -> Registry:
 
 
 def add_version_zero(registry: Registry) -> DrafterVersion:
-    from redraft.engine.drafters.loading import bundled, content_id
+    from redraft.engine.drafters.loading import bundled, version_of
 
     folder = bundled(registry.target)
-    version = DrafterVersion("dflash", content_id(folder)) if folder else FLOOR
+    version = version_of(folder) if folder else FLOOR
     why = "comes with Redraft"
     registry.add(
         folder, VersionRecord(version=version, target=registry.target, origin="bundled", why=why), who="redraft"

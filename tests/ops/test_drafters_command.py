@@ -170,7 +170,8 @@ def test_who_configured_another_drafter_is_told_that_it_starts_with_that(
     code, _, error = redraft("promote", versions[0])
     assert code == 0
     assert error == (
-        "engine.drafter is ngram: an engine that starts here takes that; set it to dflash to take versions\n"
+        "engine.drafter is ngram: an engine that starts here takes that; set it to one of dflash, eagle3, mtp to take "
+        "versions\n"
     )
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,18 @@ from redraft.engine.checkpoints import identity
 from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.drafters.base import Drafter
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig
+from redraft.engine.drafters.eagle3_checkpoint import Eagle3Config
+from redraft.engine.drafters.mtp_checkpoint import MtpConfig
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.types import Commit, GenerationRequest, SamplingParams, StopConditions, VerifyStep
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.paradigms.base import DraftModel
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.paradigms.eagle3 import Eagle3Model
+from redraft.retrain.paradigms.mtp import MtpModel
 from redraft.retrain.provenance import Provenance
 
 CPU = torch.device("cpu")
@@ -52,6 +57,37 @@ def drafter(shape: DFlashConfig) -> DFlashModel:
         for parameter in model.parameters():
             parameter.mul_(6.0 if parameter.dim() > 1 else 1.0)
     return model
+
+
+SIZE = 4
+LAYERS = (0, 2, 4)
+WORDS = torch.arange(3, 320)
+
+
+def dflash(target: FrozenTarget, *, injection: bool = True, autoregressive: bool = False) -> DraftModel:
+    shape = DFlashConfig.for_target(target.target.config, target.identity, layers=2, block_size=SIZE, mask_token_id=3)
+    shape = replace(shape, feature_layers=LAYERS, injection=injection, autoregressive=autoregressive)
+    return DFlashModel(shape, CPU, seed=1)
+
+
+def eagle3(target: FrozenTarget, layers: int) -> DraftModel:
+    config, identity = target.target.config, target.identity
+    shape = Eagle3Config.for_target(config, identity, layers=layers, block_size=SIZE, draft_vocab=len(WORDS))
+    return Eagle3Model(replace(shape, feature_layers=LAYERS), WORDS, CPU, seed=1)
+
+
+def mtp(target: FrozenTarget) -> DraftModel:
+    return MtpModel(MtpConfig.for_target(target.target.config, target.identity, block_size=SIZE), CPU, seed=1)
+
+
+PARADIGMS: dict[str, Callable[[FrozenTarget], DraftModel]] = {
+    "dflash": dflash,
+    "diffusion only": lambda target: dflash(target, injection=False),
+    "injection only": lambda target: dflash(target, autoregressive=True),
+    "eagle3 of 1 layer": lambda target: eagle3(target, 1),
+    "eagle3 of 3 layers": lambda target: eagle3(target, 3),
+    "mtp": mtp,
+}
 
 
 def make_sample(tokens: Sequence[int], spans: Sequence[tuple[int, int]], **changes: Any) -> Sample:

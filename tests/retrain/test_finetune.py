@@ -14,18 +14,19 @@ import torch
 
 from redraft.engine.drafters.checkpoint import DrafterError
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, load, save
-from redraft.engine.drafters.loading import content_id
+from redraft.engine.drafters.loading import content_id, version_of
+from redraft.engine.drafters.loading import load as load_any
 from redraft.retrain.config import TrainConfig, load_recipe
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import FeatureStore, LocalStore, MemoryStore
 from redraft.retrain.finetune import FINETUNE, Candidate, finetune
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.replay import DFlashReplay, walk
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.replay import ModelReplay, walk
 from redraft.retrain.traffic import TrafficData
 
-from .conftest import CPU, make_sample, random_tokens
+from .conftest import CPU, PARADIGMS, make_sample, random_tokens
 
 pytestmark = pytest.mark.unit
 
@@ -97,7 +98,7 @@ def test_the_serving_drafter_learns_what_held_out_sessions_answer_too(
     assert candidate.after.tau > 1.5 * candidate.before.tau
     assert candidate.step > 0
     for folder, expected in ((serving, candidate.before), (candidate.folder, candidate.after)):
-        drafting = DFlashReplay(DFlashModel.load(folder, CPU), target)
+        drafting = ModelReplay(DFlashModel.load(folder, CPU), target)
         counts = [walk(sample, drafting(sample), 3).length for sample in data.validation]
         assert counts[0] + counts[1] == expected
     assert load(candidate.folder)[0] == shape == load(serving)[0], "block size and layers are the serving drafter's"
@@ -107,6 +108,23 @@ def test_the_serving_drafter_learns_what_held_out_sessions_answer_too(
     assert [line["step"] for line in lines if "held_out_tau" in line] == [0, 40, 80]
     assert said[:5] == ["features"] * 5
     assert "loss" in said[-1]
+
+
+@pytest.mark.parametrize("paradigm", ["eagle3 of 1 layer", "mtp", "injection only"])
+def test_any_kind_of_drafter_is_fine_tuned_and_stays_what_it_is(
+    run: Run, target: FrozenTarget, data: TrafficData, tmp_path: Path, paradigm: str
+) -> None:
+    """Shape, and what it can draft at all, are frozen: a retrained drafter takes the old one's place."""
+    serving = tmp_path / "other"
+    PARADIGMS[paradigm](target).save(serving, card="")
+    candidate = run("run", serving=serving)
+    assert candidate.before is not None
+    assert candidate.after is not None
+    assert (candidate.after.tau or 0) > 1.3 * (candidate.before.tau or 0)
+    assert version_of(candidate.folder).kind == version_of(serving).kind
+    old, new = load_any(serving), load_any(candidate.folder)
+    assert new[0] == old[0]
+    assert all(torch.equal(new[1][name], old[1][name]) for name in ("d2t", "t2d") if name in old[1])
 
 
 def test_a_run_that_a_signal_stopped_goes_on_to_the_same_candidate(run: Run) -> None:

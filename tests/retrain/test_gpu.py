@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig
 from redraft.engine.embedded.attention import Segment, attend, plan_attention
 from redraft.retrain.config import TrainConfig
-from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.features import FeatureCache, FeatureCapture
 from redraft.retrain.features_store import LocalStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.losses import block_loss, dpace
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.strategy import BlockStrategy
 from redraft.retrain.trainer import Trainer
 
 from .conftest import CPU, make_record, make_sample, random_tokens
@@ -82,7 +82,7 @@ def test_a_step_learns_and_never_waits_for_the_gpu(
     samples = [make_sample(random_tokens(60 + seed, seed), [(20, 60 + seed)], id=str(seed)) for seed in range(4)]
     config = TrainConfig(steps=60, sequences=4, warmup=5, log_every=20, learning_rate=3e-3, loss=loss)  # type: ignore[arg-type]
     record = make_record(config, target)
-    strategy = DFlashStrategy(DFlashModel(shape, CUDA, 0), target, config, record)
+    strategy = BlockStrategy(DFlashModel(shape, CUDA, 0), target, config, record)
     cache = FeatureCache(
         FeatureCapture(target.target, shape.feature_layers),
         MemoryStore(1 << 24),

@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, save
-from redraft.engine.drafters.loading import content_id
+from redraft.engine.drafters.loading import version_of
 from redraft.engine.types import DrafterVersion, SamplingParams
 from redraft.retrain.config import TrainConfig
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import LocalStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
@@ -27,7 +25,7 @@ from redraft.retrain.registry.record import VersionRecord
 from redraft.retrain.registry.registry import Registry
 from redraft.retrain.traffic_config import TrafficConfig
 
-from .conftest import CPU, random_tokens, serve
+from .conftest import PARADIGMS, random_tokens, serve
 from .gate.conftest import Built, cost_table
 from .gate.conftest import engine as engine
 from .test_traffic import Traffic
@@ -60,9 +58,9 @@ def traffic(served: list[list[int]], target: FrozenTarget) -> Traffic:
 
 
 @pytest.fixture
-def serving(shape: DFlashConfig, target: FrozenTarget, tmp_path: Path) -> DrafterVersion:
-    save(tmp_path / "serving", shape, DFlashModel(shape, CPU, seed=1).state_dict(), card="")
-    version = DrafterVersion("dflash", content_id(tmp_path / "serving"))
+def serving(request: pytest.FixtureRequest, target: FrozenTarget, tmp_path: Path) -> DrafterVersion:
+    PARADIGMS[getattr(request, "param", "dflash")](target).save(tmp_path / "serving", card="")
+    version = version_of(tmp_path / "serving")
     record = VersionRecord(version=version, target=target.identity, origin="imported", why="a test")
     return Registry(tmp_path / "registry", target.identity).add(tmp_path / "serving", record, who="test")
 
@@ -95,6 +93,7 @@ def make(
     return make
 
 
+@pytest.mark.parametrize("serving", ["dflash", "eagle3 of 1 layer", "mtp"], indirect=True)
 def test_traffic_in_which_the_drafter_is_rejected_gives_a_better_one(make: Make, serving: DrafterVersion) -> None:
     loop = make()
     outcome = loop.run_once(serving, PERIOD)

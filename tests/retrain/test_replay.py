@@ -12,9 +12,9 @@ from redraft.engine.drafters.dflash_checkpoint import save
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.types import DrafterVersion, VerifyStep
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay, Proposals, pooled, replay, walk
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.replay import AcceptCounts, ModelReplay, NgramReplay, Proposals, pooled, replay, walk
 
 from .conftest import CPU, answered, make_sample, serve
 
@@ -63,7 +63,7 @@ def test_replay_of_a_drafter_counts_what_the_engine_commits(
 ) -> None:
     save(tmp_path, drafter.config, drafter.state_dict(), card="")
     serving = DFlashDrafter(tmp_path, DrafterVersion("dflash", "1"), target.target, target.identity, 512)
-    replaying = DFlashReplay(DFlashModel.load(tmp_path, CPU), target)
+    replaying = ModelReplay(DFlashModel.load(tmp_path, CPU), target)
     assert check(target, checkpoint, range(6, 12), serving, replaying, length) > 0, "nothing was accepted"
 
 

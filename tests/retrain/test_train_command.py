@@ -16,7 +16,7 @@ from redraft.retrain.data.prompts import Prompt
 from redraft.retrain.data.responses import Response
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import Manifest, ResponseWriter, save_manifest, save_prompts
-from redraft.retrain.dflash.model import DFlashModel
+from redraft.retrain.paradigms.dflash import DFlashModel
 
 from .conftest import random_tokens
 

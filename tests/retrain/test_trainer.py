@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, load
+from redraft.retrain.blocks import choose_blocks
 from redraft.retrain.config import TrainConfig, load_recipe
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.blocks import choose_blocks
-from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features import Captured, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.journal import Journal
-from redraft.retrain.replay import DFlashReplay, walk
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.replay import ModelReplay, walk
+from redraft.retrain.strategy import BlockStrategy
 from redraft.retrain.trainer import BEST, DRAFTER, HeldOut, Trainer, cosine_with_warmup, systematic
 
 from .conftest import CPU, make_record, make_sample, random_tokens
@@ -48,7 +48,7 @@ HELD_OUT = [make_sample(random_tokens(30, seed), [(10, 30)], id=f"held out {seed
 @dataclass
 class Run:
     trainer: Trainer
-    strategy: DFlashStrategy
+    strategy: BlockStrategy
     drawn: list[str]
 
     @property
@@ -75,7 +75,7 @@ def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable
     ) -> Run:
         config = RECIPE.model_copy(update=overrides)
         record = make_record(config, target)
-        strategy = DFlashStrategy(DFlashModel(shape, CPU, config.seed), target, config, record)
+        strategy = BlockStrategy(DFlashModel(shape, CPU, config.seed), target, config, record)
         capture = FeatureCapture(target.target, shape.feature_layers)
         drawn: list[str] = []
 
@@ -94,7 +94,7 @@ def start(target: FrozenTarget, shape: DFlashConfig, tmp_path: Path) -> Callable
             if next(calls) == stop:
                 raise Stopped("stop")
 
-        judges = HeldOut(held_out, DFlashReplay(strategy.model, target)) if held_out else None
+        judges = HeldOut(held_out, ModelReplay(strategy.model, target)) if held_out else None
         trainer = Trainer(strategy, samples, captured, config, tmp_path / name, record, judges, between)
         return Run(trainer, strategy, drawn)
 
@@ -242,7 +242,7 @@ def test_held_out_answers_are_replayed_on_the_way_and_the_best_checkpoint_is_kep
     best = run.trainer.best
     assert best is not None
     assert best.step == 15
-    replayed = walk(learnable, DFlashReplay(DFlashModel.load(tmp_path / "run" / BEST, CPU), target)(learnable), 3)
+    replayed = walk(learnable, ModelReplay(DFlashModel.load(tmp_path / "run" / BEST, CPU), target)(learnable), 3)
     assert replayed.length == best.length
     assert replayed.length.verify_steps < run.trainer.evaluated[0].length.verify_steps
 
@@ -297,7 +297,7 @@ def test_the_target_s_distribution_is_taken_where_it_predicts_the_label(
     def spy(hidden: Tensor, head: Tensor, labels: Tensor, valid: Tensor, weigh: object, teacher: Tensor) -> None:
         seen.update(labels=labels[valid], teacher=teacher[valid])
 
-    monkeypatch.setattr("redraft.retrain.dflash.strategy.block_loss", spy)
+    monkeypatch.setattr("redraft.retrain.strategy.block_loss", spy)
     capture = FeatureCapture(target.target, shape.feature_layers)
     tokens = random_tokens(30, 1)
     greedy = target.target.logits(capture([tokens])[0].hidden).argmax(-1).tolist()
@@ -407,7 +407,7 @@ def test_every_step_draws_blocks_anew(start: Callable[..., Run], monkeypatch: py
         drawn.append(tuple(blocks[:, 0].tolist()))
         return blocks
 
-    monkeypatch.setattr("redraft.retrain.dflash.strategy.choose_blocks", spy)
+    monkeypatch.setattr("redraft.retrain.strategy.choose_blocks", spy)
     start("run", samples=SAMPLES[-1:], sequences=1, blocks=3).trainer.run()
     assert len(set(drawn)) == RECIPE.steps
 

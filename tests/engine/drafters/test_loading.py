@@ -44,12 +44,12 @@ def test_a_target_without_a_bundled_drafter_is_served_by_the_floor_and_that_is_s
 ) -> None:
     with caplog.at_level(logging.WARNING):
         assert isinstance(load_drafter("dflash", target, "0" * 64, 64), NgramDrafter)
-    assert "no drafter is bundled for target 000000000000" in caplog.text
+    assert "no dflash drafter is bundled for target 000000000000" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["ngrams", "~nobody-of-that-name/drafter", "a\0b", "x" * 5000])
 def test_a_name_that_is_none_is_named(target: Target, name: str) -> None:
-    with pytest.raises(DrafterError, match="is neither none, ngram, dflash nor a folder"):
+    with pytest.raises(DrafterError, match="is neither none, ngram, dflash, eagle3, mtp nor a folder"):
         load_drafter(name, target, "tiny", 64)
 
 

@@ -12,7 +12,7 @@ from redraft.engine.chat.tokenizer import Tokenizer
 from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.checkpoints.identity import identity
 from redraft.engine.drafters.base import Drafter
-from redraft.engine.drafters.dflash import DFlashDrafter
+from redraft.engine.drafters.loading import load_folder
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.model import Target
@@ -57,11 +57,18 @@ def make_core(tiny_target: Target, tiny_checkpoint: Path) -> Callable[..., Engin
 
 @pytest.fixture
 def make_drafter(
-    make_dflash: Callable[..., Path], tiny_checkpoint: Path, tiny_target: Target
-) -> Callable[..., DFlashDrafter]:
-    def make(seed: int = 0, version: DrafterVersion = VERSION, **overrides: Any) -> DFlashDrafter:
-        folder = make_dflash(tiny_checkpoint, seed=seed, **overrides)
-        return DFlashDrafter(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
+    make_dflash: Callable[..., Path],
+    make_eagle3: Callable[..., Path],
+    make_mtp: Callable[..., Path],
+    tiny_checkpoint: Path,
+    tiny_target: Target,
+) -> Callable[..., Drafter]:
+    """A drafter of random weights, of the kind that its version has."""
+    makers = {"dflash": make_dflash, "eagle3": make_eagle3, "mtp": make_mtp}
+
+    def make(seed: int = 0, version: DrafterVersion = VERSION, **overrides: Any) -> Drafter:
+        folder = makers[version.kind](tiny_checkpoint, seed=seed, **overrides)
+        return load_folder(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
 
     return make
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from redraft.engine.drafters.base import DraftSequence, Proposal
+from redraft.engine.drafters.base import DraftSequence, Proposal, TargetRows
 from redraft.engine.embedded import sampler
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.sampler import TokenChooser
@@ -61,7 +61,7 @@ class ScriptedDrafter:
     def new_kv(self, slots: int) -> Tensor | None:
         return None
 
-    def materialise(self, features: Tensor, positions: Tensor, slots: Tensor) -> None:
+    def materialise(self, rows: TargetRows) -> None:
         pass
 
     def propose(self, sequences: Sequence[DraftSequence]) -> list[Proposal]:

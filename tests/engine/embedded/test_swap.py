@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from redraft.engine.drafters.base import Drafter
-from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.cache import HASH_BLOCK
 from redraft.engine.embedded.core import BUSY_ROWS, PREFILL_ROWS, EngineCore
@@ -33,10 +32,11 @@ from .test_core import SAMPLINGS, mixed_requests, request
 
 pytestmark = pytest.mark.unit
 MakeCore = Callable[..., EngineCore]
-MakeDrafter = Callable[..., DFlashDrafter]
+MakeDrafter = Callable[..., Drafter]
 
 NEWER = DrafterVersion("dflash", "newer")
 THIRD = DrafterVersion("dflash", "third")
+EAGLE = DrafterVersion("eagle3", "fourth")
 NGRAM = NgramDrafter.version
 EVERYTHING = SpeculationScope("all")
 SWAPS = 200
@@ -49,10 +49,11 @@ def point(serving: DrafterVersion, token: int = 0, previous: DrafterVersion | No
 
 
 @pytest.fixture
-def three(make_drafter: MakeDrafter) -> list[Drafter]:
-    """Two drafters that read different layers, and one that reads none."""
+def four(make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch) -> list[Drafter]:
+    """Two drafters of a kind that read different layers, one that reads none, and one of another kind."""
+    monkeypatch.setattr("redraft.engine.embedded.core.LEAST_SURVIVAL", 0.0)
     newer = make_drafter(seed=1, version=NEWER, feature_layers=(1,))
-    return [make_drafter(), newer, NgramDrafter()]
+    return [make_drafter(), newer, NgramDrafter(), make_drafter(seed=2, version=EAGLE)]
 
 
 class Session:
@@ -110,7 +111,7 @@ def test_200_swaps_under_8_sessions_change_no_answer_and_leave_nothing_behind(
     make_core: MakeCore, make_drafter: MakeDrafter
 ) -> None:
     plain, _ = play(make_core(NgramDrafter()), lambda: None)
-    versions = [DrafterVersion("dflash", str(number)) for number in range(5)]
+    versions = [DrafterVersion(kind, str(number)) for number, kind in enumerate(["dflash", "eagle3"] * 3)]
     drafters = [make_drafter(seed, version) for seed, version in enumerate(versions)]
     following = cycle([*drafters, NgramDrafter()])
     core = make_core(next(following), max_running=SESSIONS)
@@ -149,12 +150,12 @@ def test_200_swaps_under_8_sessions_change_no_answer_and_leave_nothing_behind(
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
 @pytest.mark.parametrize("switching", [False, True], ids=["on", "switching"])
 def test_answers_do_not_depend_on_swaps(
-    make_core: MakeCore, three: list[Drafter], sampling: SamplingParams, switching: bool
+    make_core: MakeCore, four: list[Drafter], sampling: SamplingParams, switching: bool
 ) -> None:
     """Versions with different feature layers share passes; the kill switch does not get in the way."""
     expected = answers(run(make_core(), mixed_requests(sampling, speculation=False)))
-    core = make_core(three[0], max_running=3)
-    order = cycle(three)
+    core = make_core(four[0], max_running=3)
+    order = cycle(four)
     for each in mixed_requests(sampling):
         core.submit(each)
     commits: list[Commit] = []
@@ -167,7 +168,7 @@ def test_answers_do_not_depend_on_swaps(
         core.set_speculation(EVERYTHING, on=not (switching and token % 3 == 0))
         commits += core.step()
     assert answers(commits) == expected
-    assert {VERSION, NEWER, NGRAM} <= {commit.verify_step.drafter for commit in commits if commit.verify_step}
+    assert {VERSION, NEWER, NGRAM, EAGLE} <= {commit.verify_step.drafter for commit in commits if commit.verify_step}
 
 
 def drafted(core: EngineCore, name: str) -> list[tuple[DrafterVersion | None, tuple[int, ...]]]:
@@ -175,17 +176,17 @@ def drafted(core: EngineCore, name: str) -> list[tuple[DrafterVersion | None, tu
     return [(commit.verify_step.drafter, commit.verify_step.drafted) for commit in commits if commit.verify_step]
 
 
-@pytest.mark.parametrize("into", [0, 1, 2], ids=["dflash", "dflash of other layers", "ngram"])
+@pytest.mark.parametrize("into", [0, 1, 2, 3], ids=["dflash", "dflash of other layers", "ngram", "eagle3"])
 def test_what_was_swapped_in_drafts_as_if_it_had_been_there_from_the_start(
-    make_core: MakeCore, three: list[Drafter], make_drafter: MakeDrafter, into: int
+    make_core: MakeCore, four: list[Drafter], make_drafter: MakeDrafter, into: int
 ) -> None:
     """An update that does not reach what drafts shows here (sgl-project/sglang#27718, #35403)."""
-    expected = drafted(make_core(three[into]), "r")
-    assert {drafter for drafter, _ in expected} == {three[into].version}
+    expected = drafted(make_core(four[into]), "r")
+    assert {drafter for drafter, _ in expected} == {four[into].version}
     core = make_core(make_drafter(seed=2, version=THIRD))
     assert drafted(core, "r") != expected
-    core.versions.add(three[into])
-    core.activate(point(three[into].version, 1, THIRD))
+    core.versions.add(four[into])
+    core.activate(point(four[into].version, 1, THIRD))
     while core.rematerialise():
         pass
     assert drafted(core, "r") == expected
@@ -203,17 +204,17 @@ def test_what_was_swapped_in_drafts_as_if_it_had_been_there_from_the_start(
     ids=["fenced", "not loaded", "another target"],
 )
 def test_a_pointer_that_cannot_be_followed_is_refused_and_changes_nothing(
-    make_core: MakeCore, three: list[Drafter], pointer: DrafterPointer, message: str
+    make_core: MakeCore, four: list[Drafter], pointer: DrafterPointer, message: str
 ) -> None:
-    core = make_core(three[0])
-    core.versions.add(three[1])
+    core = make_core(four[0])
+    core.versions.add(four[1])
     core.activate(point(VERSION, token=5, previous=NEWER))
     with pytest.raises(RequestRefused, match=message):
         core.activate(pointer)
-    assert core.drafter is three[0]
+    assert core.drafter is four[0]
     core.activate(point(VERSION, token=5, previous=NEWER))
     core.activate(point(NEWER, token=6))
-    assert core.drafter is three[1]
+    assert core.drafter is four[1]
 
 
 def test_a_version_loaded_again_while_it_runs_is_the_one_that_runs(
@@ -322,7 +323,8 @@ def test_what_idle_prefixes_have_in_common_is_computed_once(
     sequences = list(core.cache.idle())
     common = 200 // HASH_BLOCK * HASH_BLOCK
     assert [each.draft_start for each in sequences] == [0, 0, 0]
-    assert sum(rows) == sum(each.length for each in sequences) - 2 * common
+    once_more = 1  # between the two pieces of the first, for the row before it
+    assert sum(rows) == sum(each.length for each in sequences) - 2 * common + once_more
     assert drafter.kv is not None
     first, *others = (drafter.kv[:, each.start : each.start + common] for each in sequences)
     assert first.abs().mean() > 0.1

@@ -21,9 +21,9 @@ from redraft.engine.checkpoints import DEFAULT_MODEL, resolve
 from redraft.engine.types import context_bucket
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.data.store import load_samples
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.frozen import FrozenTarget
-from redraft.retrain.replay import DFlashReplay, walk
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.replay import ModelReplay, walk
 
 BLOCK_LENGTH = 7
 SESSIONS = {"bfcl-single": 120, "bfcl-multi-turn": 90, "code": 60, "math": 120, "plain": 90}
@@ -36,7 +36,7 @@ BUNDLED = Path(__file__).parents[3] / "engine" / "drafters" / "bundled" / "smoll
 def main(data: Path, count: int | None) -> None:
     at = torch.device("cpu")
     target = FrozenTarget.load(resolve(DEFAULT_MODEL), at, torch.bfloat16)
-    drafter = DFlashReplay(DFlashModel.load(BUNDLED, at), target)
+    drafter = ModelReplay(DFlashModel.load(BUNDLED, at), target)
     sessions: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in load_samples(data, ("calibrate",)):
         if sample.greedy and not sample.looping:

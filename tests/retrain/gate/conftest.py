@@ -14,10 +14,10 @@ from redraft.engine.policy.fixed import FixedLength
 from redraft.engine.types import Capabilities
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.features import Captured, FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.paradigms.dflash import DFlashModel
+from redraft.retrain.strategy import BlockStrategy
 from redraft.retrain.trainer import DRAFTER, Trainer
 
 from ..conftest import CPU, make_record, make_sample, random_tokens, serve
@@ -55,7 +55,7 @@ def trained(
     config = TrainConfig(steps=60, sequences=4, blocks=24, warmup=5, learning_rate=5e-3, save_every=60)
     record = make_record(config, target)
     capture = FeatureCapture(target.target, shape.feature_layers)
-    strategy = DFlashStrategy(DFlashModel(shape, CPU, seed=0), target, config, record)
+    strategy = BlockStrategy(DFlashModel(shape, CPU, seed=0), target, config, record)
 
     def features(samples: Sequence[Sample], lengths: Sequence[int]) -> list[Captured]:
         return capture([each.token_ids[:length] for each, length in zip(samples, lengths, strict=True)])

@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from redraft.engine.drafters.base import DraftSequence
-from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, expected_shapes, load, save
-from redraft.engine.types import DrafterVersion
-from redraft.retrain.dflash.model import DFlashModel, block_mask
 from redraft.retrain.features import FeatureCapture
 from redraft.retrain.frozen import FrozenTarget
+from redraft.retrain.paradigms.dflash import DFlashModel, block_mask
 
 from ..conftest import CPU, random_tokens
 
@@ -39,24 +36,6 @@ def sequence(target: FrozenTarget, shape: DFlashConfig) -> tuple[Tensor, Tensor]
     """Features and tokens of 40 positions."""
     tokens = random_tokens(40, 3)
     return FeatureCapture(target.target, shape.feature_layers)([tokens])[0].features.clone(), torch.tensor(tokens)
-
-
-def test_proposals_are_those_of_the_serving_drafter_of_the_same_checkpoint(
-    drafter: DFlashModel, target: FrozenTarget, sequence: tuple[Tensor, Tensor], tmp_path: Path
-) -> None:
-    features, tokens = sequence
-    save(tmp_path, drafter.config, drafter.state_dict(), card="")
-    starts = [1, 2, 17, 30, 38]
-    hidden = draft(DFlashModel.load(tmp_path, CPU), target, features, tokens, starts)
-    found = (hidden @ target.head.T).argmax(-1).tolist()
-    serving = DFlashDrafter(tmp_path, DrafterVersion("dflash", "1"), target.target, target.identity, 64)
-    assert len({tuple(each) for each in found}) > 1, "too alike to tell apart"
-    for start, expected in zip(starts, found, strict=True):
-        positions = torch.arange(start)
-        serving.materialise(features[:start], positions, positions)
-        size = drafter.config.block_size
-        (proposal,) = serving.propose([DraftSequence(tokens[: start + 1].tolist(), size - 1, room=size)])
-        assert list(proposal.tokens) == expected
 
 
 def test_features_at_a_block_start_and_after_it_change_nothing_and_those_before_do(

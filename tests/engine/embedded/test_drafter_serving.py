@@ -1,14 +1,14 @@
-"""The DFlash drafter inside the engine: its K/V follows the target's, and answers never depend on it."""
+"""Trained drafters inside the engine: their K/V follows the target's, and answers never depend on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from redraft.engine.drafters.base import Drafter, DraftSequence
-from redraft.engine.drafters.dflash import DFlashDrafter
 from redraft.engine.drafters.ngram import NgramDrafter
 from redraft.engine.embedded.core import MIN_DRAFT_WINDOW, EngineCore
 from redraft.engine.embedded.model import Target
@@ -23,12 +23,32 @@ from redraft.engine.types import (
     VerifyStep,
 )
 
-from .conftest import SLOTS, VERSION, answers, run
+from .conftest import SLOTS, answers, run
 from .test_core import SAMPLINGS, mixed_requests
 
 pytestmark = pytest.mark.unit
 MakeCore = Callable[..., EngineCore]
-MakeDrafter = Callable[..., DFlashDrafter]
+MakeDrafter = Callable[..., Drafter]
+
+
+PARADIGMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dflash": ("dflash", {}),
+    "diffusion only": ("dflash", {"injection": False}),
+    "injection only": ("dflash", {"autoregressive": True}),
+    "eagle3": ("eagle3", {}),
+    "eagle3 of 3 layers": ("eagle3", {"layers": 3}),
+    "mtp": ("mtp", {}),
+}
+
+
+@pytest.fixture(params=[*PARADIGMS])
+def make(
+    request: pytest.FixtureRequest, make_drafter: MakeDrafter, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Drafter]:
+    """Drafters of one kind, whose blocks random weights do not cut short."""
+    monkeypatch.setattr("redraft.engine.embedded.core.LEAST_SURVIVAL", 0.0)
+    kind, shape = PARADIGMS[request.param]
+    return lambda seed=0, name="test": make_drafter(seed, DrafterVersion(kind, name), **shape)
 
 
 def ask(name: str, prompt: list[int], max_tokens: int = 24) -> GenerationRequest:
@@ -51,24 +71,25 @@ def steps(core: EngineCore, request: GenerationRequest) -> list[VerifyStep]:
 
 @pytest.mark.parametrize("block_size", [2, 5, 8])
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
-def test_answers_do_not_depend_on_a_dflash_drafter(
-    make_core: MakeCore, make_drafter: MakeDrafter, sampling: SamplingParams, block_size: int
+def test_answers_do_not_depend_on_the_drafter(
+    make_core: MakeCore, make: MakeDrafter, sampling: SamplingParams, block_size: int
 ) -> None:
     expected = answers(run(make_core(), mixed_requests(sampling, speculation=False)))
-    core = make_core(make_drafter(), policy=FixedLength(block_size), block_size=block_size, slots=SLOTS)
+    drafter = make()
+    core = make_core(drafter, policy=FixedLength(block_size), block_size=block_size, slots=SLOTS)
     commits = run(core, mixed_requests(sampling))
     assert answers(commits) == expected
     verify_steps = [commit.verify_step for commit in commits if commit.verify_step]
     assert any(step.block_length == block_size - 1 for step in verify_steps)
     for step in verify_steps:
-        assert step.drafter == VERSION
+        assert step.drafter == drafter.version
         assert step.draft_prob is not None or not step.drafted
         assert all(0 < p <= 1 for p in step.draft_prob or ())
 
 
-def test_a_prefix_hit_brings_the_draft_kv_along(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+def test_a_prefix_hit_brings_the_draft_kv_along(make_core: MakeCore, make: MakeDrafter) -> None:
     prompt = [(7 * index) % 250 for index in range(100)]
-    cold, warm = make_drafter(), make_drafter()
+    cold, warm = make(), make()
     for drafter, first in ((cold, [9] * 20), (warm, prompt)):
         core = make_core(drafter, slots=SLOTS)
         run(core, [ask("first", first)])
@@ -85,27 +106,27 @@ def test_a_prefix_hit_brings_the_draft_kv_along(make_core: MakeCore, make_drafte
     assert expected.abs().mean() > 0.1
 
 
-def test_draft_kv_of_another_version_is_not_read(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+def test_draft_kv_of_another_version_is_not_read(make_core: MakeCore, make: MakeDrafter) -> None:
     """The window grows from the hit on, both ways, and n-gram drafts until it is worth attending to."""
     prompt = [(7 * index) % 250 for index in range(100)]
-    core = make_core(make_drafter(), slots=SLOTS)
+    core, newer = make_core(make(), slots=SLOTS), make(seed=1, name="newer")
     run(core, [ask("first", prompt)])
-    swap(core, make_drafter(seed=1, version=DrafterVersion("dflash", "newer")))
+    swap(core, newer)
     core.submit(ask("second", [*prompt, 1, 2, 3], max_tokens=2 * MIN_DRAFT_WINDOW))
     asked = []
     while core.running or core.waiting:
         windows = [running.kv.length - running.kv.draft_start for running in core.running]
         steps = (commit.verify_step for commit in core.step() if commit.verify_step)
         asked += [(windows[0] >= MIN_DRAFT_WINDOW, step.drafter) for step in steps]
-    assert set(asked) == {(False, NgramDrafter.version), (True, DrafterVersion("dflash", "newer"))}
+    assert set(asked) == {(False, NgramDrafter.version), (True, newer.version)}
 
 
-def test_draft_kv_is_written_while_speculation_is_off(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+def test_draft_kv_is_written_while_speculation_is_off(make_core: MakeCore, make: MakeDrafter) -> None:
     prompt = [(7 * index) % 250 for index in range(60)]
     everything = SpeculationScope("all")
     drafted = []
     for off in (False, True):
-        core = make_core(make_drafter(), slots=SLOTS)
+        core = make_core(make(), slots=SLOTS)
         core.set_speculation(everything, not off)
         core.submit(ask("a", prompt, max_tokens=40))
         while not core.running or len(core.running[0].tokens) < len(prompt) + 12:
@@ -118,10 +139,10 @@ def test_draft_kv_is_written_while_speculation_is_off(make_core: MakeCore, make_
     assert all(drafted[0][position] == drafted[1][position] for position in common)
 
 
-def test_a_block_does_not_read_what_a_rejected_block_left(make_core: MakeCore, make_drafter: MakeDrafter) -> None:
+def test_a_block_does_not_read_what_a_rejected_block_left(make_core: MakeCore, make: MakeDrafter) -> None:
     """Scratch K/V of earlier blocks in later slots would change what is drafted."""
     prompt = [(7 * index) % 250 for index in range(60)]
-    clean, soiled = make_drafter(), make_drafter()
+    clean, soiled = make(), make()
     found = []
     for drafter in (clean, soiled):
         core = make_core(drafter, slots=SLOTS)
@@ -136,8 +157,8 @@ def test_a_block_does_not_read_what_a_rejected_block_left(make_core: MakeCore, m
     assert found[0] == found[1]
 
 
-def test_no_block_reaches_past_the_context(make_drafter: MakeDrafter, tiny_target: Target) -> None:
+def test_no_block_reaches_past_the_context(make: MakeDrafter, tiny_target: Target) -> None:
     """Slots are handed out in whole pages, so that a sequence may own more than the context has positions."""
     tokens = [1] * (tiny_target.config.context_length - 2)
-    (proposal,) = make_drafter().propose([DraftSequence(tokens, length=2, room=64)])
+    (proposal,) = make().propose([DraftSequence(tokens, length=2, room=64)])
     assert len(proposal.tokens) == 2

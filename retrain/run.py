@@ -1,4 +1,4 @@
-"""One DFlash training run, from a folder of data to a folder with a checkpoint."""
+"""One training run, from a folder of data to a folder with a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from redraft.engine.checkpoints import resolve
-from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, check_fits
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
-from redraft.retrain.dflash.model import DFlashModel
-from redraft.retrain.dflash.strategy import DFlashStrategy
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.features import FeatureCache, FeatureCapture, cache_budget
 from redraft.retrain.features_store import MemoryStore
 from redraft.retrain.frozen import load_target
+from redraft.retrain.paradigms.kinds import PARADIGMS
 from redraft.retrain.provenance import data_of, provenance
-from redraft.retrain.replay import DFlashReplay
+from redraft.retrain.replay import ModelReplay
+from redraft.retrain.strategy import BlockStrategy
 from redraft.retrain.trainer import STATE, HeldOut, Progress, Trainer, silent
 
 TRAIN: tuple[Split, ...] = ("train",)
@@ -26,6 +25,7 @@ HELD_OUT: tuple[Split, ...] = ("calibrate",)
 
 
 def train(
+    kind: str,
     data: Path,
     out: Path,
     config: TrainConfig,
@@ -37,6 +37,7 @@ def train(
 ) -> None:
     """Train a drafter for the target ``model`` on ``data``'s train split; the checkpoint is ``out``/drafter.
 
+    ``kind`` is one of `redraft.retrain.paradigms.kinds.PARADIGMS`.
     Raises `TrainingError`, `DataError` or `CheckpointError`.
     """
     if (out / STATE).exists() and not resume:
@@ -54,28 +55,18 @@ def train(
         samples=samples,
         commit=commit,
     )
-    shape = DFlashConfig.for_target(
-        target.target.config,
-        target.identity,
-        layers=config.layers,
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-    )
-    if len(set(shape.feature_layers)) < config.layers:
-        raise TrainingError(
-            f"layers: {config.layers} are too many for a target of {target.target.config.layers} layers"
-        )
-    check_fits(shape, target.target.config, target.identity, out)
+    drafter = PARADIGMS[kind].create(target, config, samples)
+    drafter.check_fits(target, out)
+    shape = drafter.config
     capture = FeatureCapture(target.target, shape.feature_layers)
     store = MemoryStore(cache_budget(config.cache_bytes, device))
     teacher = config.loss == "distribution"
     cache = FeatureCache(capture, store, target, layers=shape.feature_layers, hidden=teacher)
-    drafter = DFlashModel(shape, device, config.seed)
-    strategy = DFlashStrategy(drafter, target, config, record)
+    strategy = BlockStrategy(drafter, target, config, record)
     held_out = spread(
         (each for each in load_samples(data, HELD_OUT) if can_judge(each, shape.context_length)), config.held_out
     )
-    judges = HeldOut(held_out, DFlashReplay(drafter, target, capture)) if held_out else None
+    judges = HeldOut(held_out, ModelReplay(drafter, target, capture)) if held_out else None
     trainer = Trainer(strategy, samples, cache, config, out, record, judges)
     if resume:
         trainer.resume()

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from redraft.engine.checkpoints import resolve
-from redraft.engine.drafters.dflash_checkpoint import check_fits, load_config
+from redraft.engine.drafters.loading import kind_of
 from redraft.retrain.data.splits import Split
 from redraft.retrain.data.store import load_samples
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.errors import TrainingError
 from redraft.retrain.frozen import FrozenTarget, pick_device
+from redraft.retrain.paradigms.kinds import load_model
 from redraft.retrain.provenance import data_of
-from redraft.retrain.replay import AcceptCounts, DFlashReplay, NgramReplay, Replayed, pooled, replay
+from redraft.retrain.replay import AcceptCounts, ModelReplay, NgramReplay, Replayed, pooled, replay
 from redraft.retrain.trainer import DRAFTER, Progress, silent
 
 
@@ -30,9 +30,9 @@ def evaluate(
     folder = run / DRAFTER if (run / DRAFTER).is_dir() else run
     at = pick_device(device)
     target = FrozenTarget.load(resolve(model), at, torch.bfloat16)
-    check_fits(load_config(folder), target.target.config, target.identity, folder)
+    drafter = load_model(folder, at)
+    drafter.check_fits(target, folder)
     data_of(data, target.identity)
-    drafter = DFlashModel.load(folder, at)
     longest = drafter.config.block_size - 1
     lengths = sorted({1, *range(3, longest, 2), longest})
     context = target.target.config.context_length
@@ -40,7 +40,7 @@ def evaluate(
     if not samples:
         raise TrainingError(f"{data} holds no greedy answers of the split {split}; there is nothing to replay")
     rows = []
-    for name, proposals in (("dflash", DFlashReplay(drafter, target)), ("ngram", NgramReplay(longest))):
+    for name, proposals in ((kind_of(folder), ModelReplay(drafter, target)), ("ngram", NgramReplay(longest))):
         replayed: list[Replayed] = []
         for each in replay(samples, proposals, lengths):
             replayed.append(each)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from redraft.retrain.dflash.blocks import block_labels, block_starts, choose_blocks
+from redraft.retrain.blocks import block_labels, block_starts, choose_blocks
 
 pytestmark = pytest.mark.unit
 

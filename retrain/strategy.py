@@ -1,4 +1,4 @@
-"""DFlash in the training loop."""
+"""Blocks in the training loop: what every drafter learns from, whichever way it drafts."""
 
 from __future__ import annotations
 
@@ -9,33 +9,28 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from redraft.engine.drafters.dflash_checkpoint import save
+from redraft.retrain.blocks import block_labels, choose_blocks
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
-from redraft.retrain.dflash.blocks import block_labels, choose_blocks
-from redraft.retrain.dflash.model import DFlashModel
 from redraft.retrain.features import Captured
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.losses import LossTerms, Weigh, block_loss, dpace, prefix_decay
+from redraft.retrain.paradigms.base import DraftModel
 from redraft.retrain.provenance import Provenance, model_card
 
 FEATURE_BLOCK = 64
 """Contexts are padded to a multiple of this."""
 
-CARD = (
-    "A DFlash drafter: one forward fills a block of draft tokens, attending to the target's features. It only "
-    "proposes: what is served is the target's own. It belongs to the one target named below."
-)
 
-
-class DFlashStrategy:
+class BlockStrategy:
     """Draws blocks in the supervised spans and learns what the target said there."""
 
-    def __init__(self, model: DFlashModel, target: FrozenTarget, config: TrainConfig, record: Provenance) -> None:
+    def __init__(self, model: DraftModel, target: FrozenTarget, config: TrainConfig, record: Provenance) -> None:
         self.model = model
         self._target = target
         self._config = config
         self._record = record
+        self._head = model.head(target.head)
         self._weigh: Weigh = prefix_decay(config.gamma) if config.weights == "prefix_decay" else dpace
 
     def length(self, sample: Sample) -> int:
@@ -51,29 +46,25 @@ class DFlashStrategy:
         chosen = [choose_blocks(self._spans(sample), config.blocks, generator) for sample in samples]
         shape = (len(samples), max(1, *map(len, chosen)))
         starts = torch.zeros(shape, dtype=torch.int64)
-        tokens = torch.zeros(shape, dtype=torch.int64)
         labels = torch.zeros((*shape, size - 1), dtype=torch.int64)
         valid = torch.zeros((*shape, size - 1), dtype=torch.bool)
         for row, (sample, blocks) in enumerate(zip(samples, chosen, strict=True)):
-            ids, count = torch.tensor(sample.token_ids), len(blocks)
+            tokens, count = torch.tensor(sample.token_ids), len(blocks)
             starts[row, :count] = blocks[:, 0]
-            tokens[row, :count] = ids[blocks[:, 0]]
-            labels[row, :count], valid[row, :count] = block_labels(ids, blocks, size)
+            labels[row, :count], valid[row, :count] = block_labels(tokens, blocks, size)
         width = max(1, -(-int(starts.max()) // FEATURE_BLOCK)) * FEATURE_BLOCK
-        starts, tokens, labels, valid = (_moved(each, device) for each in (starts, tokens, labels, valid))
+        ids = padded([torch.tensor(sample.token_ids)[:, None] for sample in samples], width + size)[:, :, 0]
+        starts, ids, labels, valid = (_moved(each, device) for each in (starts, ids, labels, valid))
         features = padded([each.features for each in captured], width)
-        hidden = self.model(features, starts, tokens, self._target.embedding, config.context_window)
+        hidden = self.model.taught(features, ids, starts, self._target.embedding, config.context_window)
         teacher = self._teacher(captured, starts, width + size) if config.loss == "distribution" else None
-        return block_loss(
-            hidden.flatten(0, 1), self._target.head, labels.flatten(0, 1), valid.flatten(0, 1), self._weigh, teacher
-        )
+        wanted = self.model.labels(labels).flatten(0, 1)
+        return block_loss(hidden.flatten(0, 1), self._head, wanted, valid.flatten(0, 1), self._weigh, teacher)
 
     def export(self, folder: Path, step: int) -> None:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        save(
-            partial, self.model.config, self.model.state_dict(), model_card("DFlash drafter", CARD, self._record, step)
-        )
+        self.model.save(partial, model_card(self.model.title, self.model.card, self._record, step))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 
