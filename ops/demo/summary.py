@@ -25,8 +25,8 @@ def sentences(result: Result) -> Iterator[str]:
         f"({drift['low']:+.0%} to {drift['high']:+.0%}, the stretch that set off the alarm)."
     )
     yield (
-        f"It trained a candidate on the traffic it had kept, in {_minutes(result.run.seconds)}, while serving went on. "
-        f"The gate's verdict: {result.run.outcome}."
+        f"It trained a candidate on the traffic it had kept and judged it, in {_minutes(result.run.seconds)}, while "
+        f"serving went on. The gate's verdict: {result.run.outcome}."
     )
     if result.judged is not None and result.judged.new.verify_steps:
         before, after = result.judged.old, result.judged.new
@@ -34,7 +34,7 @@ def sentences(result: Result) -> Iterator[str]:
         yield (
             f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have produced "
             f"{_length(before)} tokens a pass and the new one {_length(after)}, {gain:+.0%}, for "
-            "the very same answers."
+            "the very same answers. These requests are of other scenarios: the two compare with each other alone."
         )
     poisoned = result.poisoned
     if poisoned is not None:
