@@ -113,6 +113,10 @@ def diff(first: Version, second: Version, config: ConfigPath = None, as_json: As
     if as_json:
         print(json.dumps({name: [left.get(name), right.get(name)] for name in names}))
         return
+    if not names:
+        same = sides[0].version == sides[1].version
+        print("It is one version." if same else "Only the weights differ, as far as the registry knows.")
+        return
     table = _table("", *(side.version.id for side in sides))
     for name in names:
         table.add_row(name, *(_shown(side.get(name, "-")) for side in (left, right)))

@@ -131,6 +131,7 @@ def test_diff_tells_only_what_differs(redraft: Redraft, versions: list[str]) -> 
     assert differing["provenance steps"] == [0, 10]
     assert differing["gate tau"] == ["2.00 (20/10)", "2.10 (21/10)"]
     assert json.loads(redraft("diff", versions[0], versions[0], "--json")[1]) == {}
+    assert redraft("diff", versions[0], versions[0])[1] == "It is one version.\n"
 
 
 def test_promote_and_rollback_change_who_serves(redraft: Redraft, versions: list[str], registry: Registry) -> None:
