@@ -80,21 +80,26 @@ def load_version(
     """The drafter of that version, which must be what ``folder`` holds; raises `DrafterError`."""
     if version == NgramDrafter.version:
         return NgramDrafter()
+    kind = _kind(version)
     found = content_id(folder)
     if found != version.id:
         raise DrafterError(f"{folder} holds drafter {found}, not {version.id}; it was changed, or is another's folder.")
-    return load_folder(folder, version, target, identity, slots, context_length)
+    return kind.drafter(folder, version, target, identity, slots, context_length)
 
 
 def load_folder(
     folder: Path, version: DrafterVersion, target: Target, identity: str, slots: int, context_length: int | None = None
 ) -> Drafter:
     """The drafter in a folder, to be known as ``version``; raises `DrafterError`."""
+    return _kind(version).drafter(folder, version, target, identity, slots, context_length)
+
+
+def _kind(version: DrafterVersion) -> Kind:
     if version.kind not in KINDS:
         raise DrafterError(
             f"drafter {version.id} is of kind {version.kind}; this engine serves {', '.join(KINDS)} and ngram."
         )
-    return KINDS[version.kind].drafter(folder, version, target, identity, slots, context_length)
+    return KINDS[version.kind]
 
 
 def find(name: str, identity: str) -> Path | None:

@@ -267,7 +267,7 @@ def test_a_drafter_that_cannot_be_loaded_or_activated_is_refused_in_words_and_ch
             (other, folder, f"holds drafter {version.id}, not {other.id}"),
             (other, tmp_path / "nowhere", "is no drafter checkpoint"),
             (other, weights, "is no drafter checkpoint"),
-            (DrafterVersion("eagle9", "x"), folder, "of kind eagle9; this engine serves dflash and ngram"),
+            (DrafterVersion("eagle9", "x"), folder, "of kind eagle9; this engine serves dflash, eagle3, mtp and ngram"),
         ):
             with pytest.raises(RequestRefused, match=message):
                 await engine.load_drafter(wanted, path)
