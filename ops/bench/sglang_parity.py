@@ -1,6 +1,8 @@
 """A drafter's accept length in stock SGLang beside the embedded engine's, on the same prompts.
 
-Start SGLang with ``--speculative-algorithm DFLASH --speculative-draft-model-path DRAFTER`` on the same target, then
+Start SGLang on the same target, with ``--speculative-algorithm DFLASH --speculative-draft-model-path DRAFTER``, or for
+an EAGLE-3 drafter of block size N with ``--speculative-algorithm EAGLE3 --speculative-eagle-topk 1
+--speculative-num-steps N-1 --speculative-num-draft-tokens N`` and what `redraft train export` wrote; then
 
     python -m redraft.ops.bench.sglang_parity --url http://127.0.0.1:30000 --model TARGET --drafter DRAFTER --data DATA
 
@@ -21,7 +23,7 @@ import httpx
 import torch
 
 from redraft.engine.config import EngineConfig
-from redraft.engine.drafters.dflash_checkpoint import load_config
+from redraft.engine.drafters.loading import load_config
 from redraft.engine.embedded.server import build_core
 from redraft.engine.types import AcceptLength, GenerationRequest, SamplingParams, StopConditions
 from redraft.ops.bench.report import envelope, progress, spread

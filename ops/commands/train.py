@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from redraft.engine.checkpoints import DEFAULT_MODEL, CheckpointError
+from redraft.engine.checkpoints import DEFAULT_MODEL, CheckpointError, resolve
+from redraft.ops.errors import UsageError
 from redraft.ops.progress import progress_bar
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.data.splits import Split
@@ -77,6 +78,27 @@ def evaluate_run(
         print(json.dumps(rows))
     else:
         Console().print(_table(rows))
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="An EAGLE-3 drafter's folder.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    model: Model = DEFAULT_MODEL,
+) -> None:
+    """Write an EAGLE-3 checkpoint with its head, which SGLang wants; others it loads as they are, or not at all."""
+    from redraft.engine.drafters import eagle3_checkpoint
+    from redraft.engine.drafters.loading import check, kind_of
+    from redraft.retrain.config import TrainConfig
+    from redraft.retrain.frozen import load_target
+
+    if (kind := kind_of(checkpoint)) != "eagle3":
+        others = "SGLang loads it as it is" if kind == "dflash" else "no other engine loads it"
+        raise UsageError(f"{checkpoint} holds a drafter of kind {kind}; {others}")
+    target = load_target(resolve(model), TrainConfig(device="cpu"))
+    check(checkpoint, target.target.config, target.identity)
+    eagle3_checkpoint.export(checkpoint, out, target.head)
+    print(out)
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
