@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redraft.engine.checkpoints import identity, validate
+from redraft.engine.embedded.linear import product_dtype
 from redraft.engine.embedded.model import Target
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.errors import TrainingError
@@ -17,7 +18,7 @@ from redraft.retrain.errors import TrainingError
 
 @dataclass(frozen=True, slots=True)
 class FrozenTarget:
-    """A loaded target and its head [vocab, hidden] in torch's own layout, which gradients need."""
+    """A loaded target and its head [vocab, hidden], in torch's own layout and the type to multiply in."""
 
     target: Target
     head: Tensor
@@ -27,7 +28,8 @@ class FrozenTarget:
     def load(cls, folder: Path, device: torch.device, dtype: torch.dtype) -> FrozenTarget:
         """Raises `CheckpointError` if the folder is no sound checkpoint."""
         target = Target(folder, validate(folder), device=device, dtype=dtype, invariant=False)
-        return cls(target, target.head_weight, identity(folder))
+        head = target.head_weight
+        return cls(target, head.to(product_dtype(head)), identity(folder))
 
     @property
     def embedding(self) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from redraft.engine.drafters.checkpoint import DrafterConfig
+from redraft.engine.embedded.linear import product_dtype
 from redraft.engine.embedded.rope import RotaryEmbedding
 
 INITIAL_STD = 0.02
@@ -22,7 +23,8 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        dtype = product_dtype(x)
+        return F.linear(x.to(dtype), self.weight.to(dtype)).to(x.dtype)
 
 
 class RMSNorm(nn.Module):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+MKLDNN = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 INVARIANT_K = 768
 """Longest reduction that oneDNN sums in one order for every number of rows; longer ones are cut into pieces."""
@@ -25,7 +28,7 @@ class Linear(Protocol):
 
 
 class PlainLinear:
-    """torch's own product, for CUDA and for processors without bf16 instructions."""
+    """torch's own product, for CUDA and for other types than bf16."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -73,6 +76,22 @@ class PackedLinear:
         return y
 
 
+class WideLinear(PackedLinear):
+    """The packed product in fp32, over twice the memory, for processors without bf16 instructions.
+
+    Their bf16 product takes several times as long, and as long again for every further row.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__(weight.float())
+
+    def _unary(self, x: Tensor, epilogue: str) -> Tensor:
+        return super()._unary(x.float(), epilogue).to(x.dtype)
+
+    def _binary(self, x: Tensor, other: Tensor, epilogue: str) -> Tensor:
+        return super()._binary(x.float(), other.float(), epilogue).to(x.dtype)
+
+
 class SplitLinear:
     """A product whose reduction is summed in fixed pieces, in order."""
 
@@ -99,14 +118,11 @@ class SplitLinear:
         return other
 
 
-def packed_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch and this processor have the packed bf16 product."""
-    return (
-        device.type == "cpu"
-        and dtype == torch.bfloat16
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+def product_dtype(x: Tensor) -> torch.dtype:
+    """In which type to multiply x: its own, but fp32 for bf16 on a processor without bf16 instructions."""
+    if x.device.type != "cpu" or x.dtype != torch.bfloat16:
+        return x.dtype
+    return torch.bfloat16 if MKLDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def split_width(reduction: int) -> int:
@@ -122,8 +138,14 @@ def split_width(reduction: int) -> int:
 
 def make_linear(weight: Tensor, *, invariant: bool) -> Linear:
     """The fastest product for ``weight`` [out, in] that keeps rows independent of each other if ``invariant``."""
-    kind = PackedLinear if packed_supported(weight.device, weight.dtype) else PlainLinear
+    kind = _kind(weight)
     width = split_width(weight.shape[1])
     if not invariant or width == weight.shape[1]:
         return kind(weight)
     return SplitLinear([kind(part) for part in torch.split(weight, width, dim=1)], width)
+
+
+def _kind(weight: Tensor) -> Callable[[Tensor], Linear]:
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16 or not MKLDNN:
+        return PlainLinear
+    return PackedLinear if product_dtype(weight) == torch.bfloat16 else WideLinear

@@ -32,7 +32,6 @@ from redraft.engine.embedded import wire
 from redraft.engine.embedded.cache import PAGE
 from redraft.engine.embedded.core import EngineCore
 from redraft.engine.embedded.costs import CostMeter
-from redraft.engine.embedded.linear import packed_supported
 from redraft.engine.embedded.model import Target
 from redraft.engine.embedded.selftest import rows_are_invariant
 from redraft.engine.embedded.threads import ThreadGovernor, usable_cores
@@ -102,8 +101,6 @@ def build_core(config: EngineConfig, serving: Registered = nothing_registered) -
     device = _device(config)
     torch.set_num_threads(_threads(config))
     dtype = torch.bfloat16
-    if device.type == "cpu" and not packed_supported(device, dtype):
-        dtype = torch.float32
     lossless = config.lossless
     target = Target(folder, model, device=device, dtype=dtype, invariant=lossless != "tolerant")
     if lossless != "tolerant" and not rows_are_invariant(target):

@@ -104,7 +104,9 @@ def _torch() -> Iterator[Finding]:
         yield Finding("ok", "the CPU computes in bf16")
     else:
         yield Finding(
-            "warn", "the CPU has no bf16 instructions", "Serving works, slower: expect half the speed or less."
+            "warn",
+            "the CPU has no bf16 instructions",
+            "Serving and training work, with fp32 products: slower, and over weights of twice the size.",
         )
 
 

@@ -182,7 +182,7 @@ class Eagle3Model(DraftModel):
             for step in range(self.config.block_size - 1):
                 if step:
                     hidden = self._step(hidden, target.embedding[tokens[-1]][None], at, context, steps, visible)
-                logits = (self.norm(hidden)[0] @ head.T).float()
+                logits = F.linear(self.norm(hidden)[0].to(head.dtype), head).to(hidden.dtype).float()
                 best, chosen = logits.max(-1)
                 tokens.append(words[chosen])
                 chances.append((best - logits.logsumexp(-1)).exp())
