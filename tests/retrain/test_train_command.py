@@ -102,6 +102,9 @@ def test_a_drafter_is_trained_resumed_and_evaluated_from_the_command_line(
     assert last["held_out_committed"] == 3 * 14, "what does not loop of the calibrate split"
     assert (run / "best" / "config.json").exists()
 
+    code, _, err = redraft("train", "export", run / "drafter", tmp_path / "other", "--model", checkpoint)
+    assert code == 2 and "holds a drafter of kind dflash; SGLang loads it as it is" in err
+
     code, _, err = redraft(*train)
     assert code == 1
     assert "already holds a run" in err

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from redraft.engine.checkpoints.checkpoint import load_config
 from redraft.engine.drafters.base import DraftSequence, TargetRows
 from redraft.engine.drafters.checkpoint import DrafterError
 from redraft.engine.drafters.eagle3 import Eagle3Drafter
-from redraft.engine.drafters.eagle3_checkpoint import HEAD, Eagle3Config, export, load, low_middle_high
+from redraft.engine.drafters.eagle3_checkpoint import HEAD, Eagle3Config, load, low_middle_high
 from redraft.engine.embedded.attention import Segment
 from redraft.engine.types import DrafterVersion
 from redraft.retrain.config import TrainConfig
@@ -197,17 +198,23 @@ def test_a_draft_vocabulary_that_is_told_in_two_ways_is_refused(checkpoint: Path
 
 
 def test_others_are_given_the_head_that_is_drafted_with(
-    checkpoint: Path, target: FrozenTarget, sequence: tuple[Tensor, Tensor], tmp_path: Path
+    redraft: Callable[..., tuple[int, str, str]],
+    checkpoint: Path,
+    target: FrozenTarget,
+    sequence: tuple[Tensor, Tensor],
+    tmp_path: Path,
 ) -> None:
     features, tokens = sequence
+    own, whole = tmp_path / "own", tmp_path / "whole"
     model = make_model(checkpoint, layers=1)
-    model.save(tmp_path / "own", card="a card")
-    export(tmp_path / "own", tmp_path / "whole", target.head)
-    assert HEAD not in load(tmp_path / "own")[1]
-    torch.testing.assert_close(load(tmp_path / "whole")[1][HEAD].float(), target.head[WORDS])
+    model.save(own, card="a card")
+    code, out, err = redraft("train", "export", own, whole, "--model", checkpoint)
+    assert (code, out) == (0, f"{whole}\n"), err
+    assert HEAD not in load(own)[1]
+    torch.testing.assert_close(load(whole)[1][HEAD].float(), target.head[WORDS])
     starts = torch.tensor([20])
     expected = model.proposals(features, tokens, starts, target)
-    assert Eagle3Model.load(tmp_path / "whole", CPU).proposals(features, tokens, starts, target) == expected
+    assert Eagle3Model.load(whole, CPU).proposals(features, tokens, starts, target) == expected
 
 
 def test_features_are_read_where_the_published_drafters_read_them() -> None:
