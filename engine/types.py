@@ -203,7 +203,7 @@ class Canary(Struct, frozen=True):
 
 
 class DrafterPointer(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which drafter serves one target; ``token`` grows by one with every change and fences late writers."""
+    """Which drafter serves one target; ``token`` grows with every change and fences late writers."""
 
     target: str
     serving: DrafterVersion
@@ -243,7 +243,10 @@ class Capabilities(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Health(Struct, frozen=True, kw_only=True, tag=True):
-    """An engine's present state; ``detail`` says in words what is wrong, ready or not."""
+    """An engine's present state; ``detail`` says in words what is wrong, ready or not.
+
+    ``token`` is that of the pointer it was told last, 0 if it was told none.
+    """
 
     ready: bool
     detail: str = ""
@@ -252,6 +255,7 @@ class Health(Struct, frozen=True, kw_only=True, tag=True):
     kv_used_bytes: int = 0
     kv_budget_bytes: int = 0
     drafter: DrafterVersion | None = None
+    token: int = 0
     speculation: bool = True
 
 

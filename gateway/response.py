@@ -57,5 +57,8 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[Model]
 
 
-class Status(Struct, frozen=True):
+class Status(Struct, frozen=True, omit_defaults=True):
+    """``detail`` says in words what the engine does otherwise than it should, though requests are answered."""
+
     status: str
+    detail: str = ""

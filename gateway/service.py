@@ -37,6 +37,7 @@ T = TypeVar("T")
 SESSION_HEADER = "x-redraft-session"
 AGENT_HEADER = "x-redraft-agent"
 ENGINE_SECONDS = 2.0
+ALIVE_SECONDS = 0.5
 INLINE_BODY_BYTES = 16 << 10
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
@@ -85,20 +86,20 @@ class Gateway:
         return JSONResponse(self._model(capabilities))
 
     async def health(self) -> Response:
-        """The gateway is alive, whatever its engine does."""
-        return JSONResponse(Status("ok"))
+        """The gateway is alive, whatever its engine does; what is wrong with that is told in words."""
+        return JSONResponse(Status("ok", (await self._engine_health(ALIVE_SECONDS)).detail))
 
     async def ready(self) -> Response:
         """Requests can be answered now; if not, a 503 says why."""
-        health = await self._engine_health()
+        health = await self._engine_health(ENGINE_SECONDS)
         if not health.ready:
             raise EngineUnavailable(health.detail or "The engine is not ready.")
         await self._capabilities()
-        return JSONResponse(Status("ready"))
+        return JSONResponse(Status("ready", health.detail))
 
     async def scrape(self) -> Response:
         """Metrics in Prometheus's text format."""
-        return Response(self.metrics.render(await self._engine_health()), media_type=CONTENT_TYPE)
+        return Response(self.metrics.render(await self._engine_health(ENGINE_SECONDS)), media_type=CONTENT_TYPE)
 
     async def _complete(
         self,
@@ -185,12 +186,12 @@ class Gateway:
                 raise EngineUnavailable(f"The engine did not answer within {ENGINE_SECONDS:g} seconds.") from exc
         return self._known_capabilities
 
-    async def _engine_health(self) -> Health:
+    async def _engine_health(self, seconds: float) -> Health:
         try:
-            async with asyncio.timeout(ENGINE_SECONDS):
+            async with asyncio.timeout(seconds):
                 return await self._engine.health()
         except TimeoutError:
-            return Health(ready=False, detail=f"The engine did not answer within {ENGINE_SECONDS:g} seconds.")
+            return Health(ready=False, detail=f"The engine did not answer within {seconds:g} seconds.")
         except EngineError as exc:
             return Health(ready=False, detail=str(exc))
 

@@ -22,6 +22,6 @@ def progress_bar() -> Iterator[Report]:
         def report(step: int, steps: int, text: str) -> None:
             bar.update(task, completed=step, total=steps, description=text)
             if not console.is_terminal and step * 100 // steps != (step - 1) * 100 // steps:
-                console.print(f"{step}/{steps} {text}", markup=False, highlight=False)
+                console.print(f"{step}/{steps} {text}", markup=False, highlight=False, soft_wrap=True)
 
         yield report

@@ -12,20 +12,27 @@ from pathlib import Path
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
     """Hold ``file`` alone, waiting for it; the kernel lets go of it however its holder ends."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("ab") as stream:
+    private_folder(file.parent)
+    with open(file, "ab", opener=_private) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
+
+
+def private_folder(folder: Path) -> None:
+    """Make a folder, and what is missing above it, for its owner alone; one that is there stays as it is."""
+    if not folder.is_dir():
+        private_folder(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def replace(file: Path, content: bytes) -> None:
     """Put ``content`` in the place of ``file``, on disk before this returns; a reader sees the old or the new.
 
-    The caller holds a lock: there is one such file on its way at a time.
+    It is its owner's alone. The caller holds a lock: there is one such file on its way at a time.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(file.parent)
     new = file.with_name(f".{file.name}.new")
-    with new.open("wb") as stream:
+    with open(new, "wb", opener=_private) as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
@@ -40,3 +47,7 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

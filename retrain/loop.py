@@ -125,7 +125,7 @@ class Loop:
         entered = self._register(candidate, serving, run)
         version = entered.version
         if entered.state not in ("candidate", "inconclusive"):
-            result: Result = "accepted" if entered.state == "accepted" else "refused"
+            result: Result = "accepted" if entered.state in ("accepted", "serving") else "refused"
             again = f"training came to version {version.id} once more, which is {entered.state}"
             report_file = entered.gate.report if entered.gate else None
             return Outcome(result, f"{again}: {entered.history[-1].why}", version, report_file)
@@ -198,8 +198,8 @@ class Loop:
         return self.registry.get(self.registry.add(candidate.folder, record, who="training"))
 
     def _looks(self, serving: DrafterVersion) -> int:
-        """How often candidates were already judged against the version that serves."""
-        return sum(
+        """How often candidates were already judged against the version that serves; a damaged record may hide once."""
+        return len(self.registry.damaged()) + sum(
             entry.gate is not None
             for entered in self.registry.all()
             if entered.record.parent == serving
@@ -210,11 +210,18 @@ class Loop:
         return self.folder / f"seen-{version.id}.msgpack"
 
     def _seen(self, version: DrafterVersion) -> TrainingRecord:
-        """What a version and its ancestors learnt from; that of those trained elsewhere is not known."""
+        """What a version and its ancestors learnt from; that of those trained elsewhere is not known.
+
+        Where a record is lost, so that ancestors are not known, it is what any version learnt from.
+        """
+        line = self.registry.lineage(version)
+        files = [self._seen_file(entered.version) for entered in line]
+        if line[-1].record.parent:
+            files = list(self.folder.glob("seen-*.msgpack"))
         seen = TrainingRecord()
-        for entered in self.registry.lineage(version):
+        for file in files:
             with suppress(FileNotFoundError):
-                seen |= msgspec.msgpack.decode(self._seen_file(entered.version).read_bytes(), type=TrainingRecord)
+                seen |= msgspec.msgpack.decode(file.read_bytes(), type=TrainingRecord)
         return seen
 
 

@@ -54,6 +54,8 @@ class ModelConfig:
 
 def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object, or say what is wrong with the file."""
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is no plain file.")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -161,6 +161,8 @@ def content_id(folder: Path) -> str:
     """An id that only these weights and this configuration have: 16 hex digits of a SHA-256 over the files."""
     digest = hashlib.sha256()
     for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        if file.exists() and not file.is_file():
+            raise DrafterError(f"{folder} is no drafter checkpoint: {file.name} is no plain file.")
         try:
             with file.open("rb") as stream:
                 digest.update(file.name.encode() + b"\0" + hashlib.file_digest(stream, "sha256").digest())

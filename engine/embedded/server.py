@@ -128,10 +128,12 @@ def build_core(config: EngineConfig, serving: Registered = nothing_registered) -
     )
     fault = ""
     if isinstance(registered, str):
-        fault = f"the registered drafter cannot serve, so engine.drafter does: {registered}"
-        logger.error(fault)
-        registered = None
+        fault, registered = f"the registered drafter should serve, but cannot: {registered}", None
     drafter = registered or load_drafter(config.drafter, target, target_identity, slots, context)
+    if fault:
+        instead = f"{drafter.version.kind} {drafter.version.id}" if drafter else "no drafter"
+        fault = f"{fault.rstrip('.')}. Until a version is promoted, or the engine starts again, {instead} serves"
+        logger.error(fault)
     core = EngineCore(
         target,
         target.new_kv(slots),
@@ -330,6 +332,7 @@ class EngineServer:
             kv_used_bytes=core.cache.used_slots * slot_bytes,
             kv_budget_bytes=core.cache.slots * slot_bytes,
             drafter=core.drafter.version if core.drafter else None,
+            token=core.versions.token,
             speculation=core.speculating,
         )
 

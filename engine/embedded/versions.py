@@ -14,7 +14,7 @@ from redraft.engine.types import DrafterPointer, DrafterVersion
 class DrafterVersions:
     """Weights are kept for the versions that the pointer in force names, for those loaded since, and for n-gram.
 
-    ``fault`` says in words why the one that should serve from the start does not.
+    ``fault`` says in words why the one that should serve from the start does not; ``token`` is the pointer's in force.
     Draft K/V is kept in ``cache`` for what new sequences take and for what running ones have.
     """
 
@@ -26,7 +26,7 @@ class DrafterVersions:
         self._cache = cache
         self._slots = slots
         self._identity = identity
-        self._token = 0
+        self.token = 0
         self._kept: set[DrafterVersion | None] = set()
         if serving is not None:
             self.add(serving)
@@ -44,14 +44,14 @@ class DrafterVersions:
             raise RequestRefused(
                 f"the pointer is for the target {pointer.target[:12]}; this engine serves {self._identity[:12]}"
             )
-        if pointer.token < self._token:
+        if pointer.token < self.token:
             raise RequestRefused(
-                f"pointer {pointer.token} is out of date: {self._token} is in force; read the pointer store again"
+                f"pointer {pointer.token} is out of date: {self.token} is in force; read the pointer store again"
             )
         if serving not in self.loaded:
             raise RequestRefused(f"drafter {serving.kind} {serving.id} is not loaded; load it from its folder first")
         self.fault = ""
-        self._token = pointer.token
+        self.token = pointer.token
         self._kept = {serving, pointer.previous}
         self._serve(self.loaded[serving])
 

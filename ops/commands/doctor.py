@@ -19,8 +19,9 @@ from redraft.engine.checkpoints import CheckpointError, identity, list_models, m
 from redraft.engine.checkpoints.models import local_folder
 from redraft.ops.commands.options import ConfigPath
 from redraft.ops.config import LoadedConfig
-from redraft.ops.deployment import Deployment, load
+from redraft.ops.deployment import Deployment, in_force, load
 from redraft.ops.errors import CliError
+from redraft.ops.shelf import TRAINED, out_of_step
 
 PROC = Path("/proc")
 MIN_FREE_DISK = 1 << 30
@@ -149,7 +150,7 @@ def _model(loaded: LoadedConfig) -> Finding:
     return Finding("ok", f"model {loaded.config.engine.model} in {folder}")
 
 
-NAMES = ("none", "ngram", "dflash", "eagle3", "mtp")
+NAMES = ("none", "ngram", *TRAINED)
 
 
 def _drafter(loaded: LoadedConfig) -> Finding:
@@ -171,6 +172,8 @@ def _deployment(loaded: LoadedConfig, deployment: Deployment) -> Iterator[Findin
     if deployment.is_locked() and state:
         level: Literal["ok", "warn"] = "ok" if state.phase == "ready" else "warn"
         yield Finding(level, f"running, {state.phase}: {state.url}", state.message)
+        if state.phase == "ready" and (difference := out_of_step(in_force(loaded.path)[0])):
+            yield Finding("warn", "another drafter version serves than should", difference)
         return
     yield Finding("ok", "not running")
     yield _port(loaded.config.gateway.host, loaded.config.gateway.port)

@@ -6,21 +6,21 @@ import asyncio
 import getpass
 import json
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from redraft.engine.types import AcceptLength
 from redraft.ops.commands.options import ConfigPath
+from redraft.ops.commands.printing import console, moment
 from redraft.ops.errors import CliError, UsageError
-from redraft.ops.shelf import Shelf, open_shelf
+from redraft.ops.shelf import TRAINED, Shelf, open_shelf, out_of_step
 from redraft.retrain.registry.errors import UnknownVersion
 from redraft.retrain.registry.record import Entered, VersionRecord
 from redraft.retrain.registry.registry import Registry
@@ -37,11 +37,16 @@ Why = Annotated[str, typer.Option(help="The reason, for the record.")]
 
 @app.command("ls")
 def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
-    """List the versions of the target that is served, oldest first."""
+    """List the versions of the target that is served, oldest first, and say since when and why one serves."""
     shelf = open_shelf(config)
     versions = shelf.registry.all()
+    damaged = shelf.damaged()
+    difference = out_of_step(shelf.config) if shelf.engine else ""
     if as_json:
-        print(json.dumps([_summary(shelf, entered) for entered in versions]))
+        listed = [_summary(shelf, entered) for entered in versions]
+        print(json.dumps([*listed, *({"version": name, "state": "damaged", "why": damaged[name]} for name in damaged)]))
+        if difference:
+            console(stderr=True).print(difference, markup=False)
         return
     table = _table("version", "kind", "state", "created", "parent", "tau", "why")
     for entered in versions:
@@ -50,14 +55,19 @@ def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
             record.version.id,
             record.version.kind,
             shelf.state(entered),
-            _when(record.created),
+            moment(record.created),
             record.parent.id if record.parent else "-",
             _tau(entered.gate.accept_length if entered.gate else None),
             record.why,
         )
-    _console().print(table)
-    if shelf.pointer is None:
-        print(f"None was promoted yet; engine.drafter ({shelf.config.engine.drafter}) decides who serves")
+    for name in damaged:
+        table.add_row(name, "-", "damaged", "-", "-", "-", "see below")
+    console().print(table, markup=False)
+    for damage in damaged.values():
+        print(damage)
+    print(_serving(shelf, "should serve" if difference else "serves"))
+    if difference:
+        print(f"{difference[0].upper()}{difference[1:]}")
 
 
 @app.command()
@@ -77,7 +87,7 @@ def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -
         "state": shelf.state(entered),
         "target": record.target,
         "origin": record.origin,
-        "created": _when(record.created),
+        "created": moment(record.created),
         "why": record.why,
         "lineage": " from ".join(lineage),
         **({f"provenance {key}": value for key, value in _provenance(entered).items()}),
@@ -87,12 +97,12 @@ def show(version: Version, config: ConfigPath = None, as_json: AsJson = False) -
     table.show_header = False
     for key, value in rows.items():
         table.add_row(key, _shown(value))
-    _console().print(table)
+    console().print(table, markup=False)
     history = _table("since", "state", "by", "why")
     for entry in entered.history:
-        history.add_row(_when(entry.time), f"{entry.state}{' (forced)' if entry.forced else ''}", entry.who, entry.why)
+        history.add_row(moment(entry.time), f"{entry.state}{' (forced)' if entry.forced else ''}", entry.who, entry.why)
     print()
-    _console().print(history)
+    console().print(history, markup=False)
 
 
 @app.command()
@@ -120,7 +130,7 @@ def diff(first: Version, second: Version, config: ConfigPath = None, as_json: As
     table = _table("", *(side.version.id for side in sides))
     for name in names:
         table.add_row(name, *(_shown(side.get(name, "-")) for side in (left, right)))
-    _console().print(table)
+    console().print(table, markup=False)
 
 
 @app.command()
@@ -129,16 +139,20 @@ def add(
     why: Why = "by hand",
     config: ConfigPath = None,
 ) -> None:
-    """Add a checkpoint as a candidate, and print its version. It serves once a gate or a person accepts it."""
+    """Add a checkpoint as a candidate, and print its version. It serves once a person promotes it with --force."""
     from redraft.engine.drafters.loading import load, version_of
 
-    registry = open_shelf(config).registry
+    shelf = open_shelf(config)
+    registry = shelf.registry
+    version = version_of(folder)
     made_for = load(folder)[0].target
     if made_for not in ("", registry.target):
         raise CliError(f"{folder} was made for the target {made_for[:12]}; this deployment's is {registry.target[:12]}")
-    version = version_of(folder)
     record = VersionRecord(version=version, target=registry.target, origin="imported", why=why)
-    print(registry.add(folder, record, who=_person()).id)
+    entered = registry.get(registry.add(folder, record, who=_person()))
+    print(version.id)
+    if sys.stderr.isatty():
+        console(stderr=True).print(_next(shelf, entered), markup=False)
 
 
 @app.command()
@@ -174,19 +188,17 @@ def rollback(
 
 
 def _publish(shelf: Shelf, change: Callable[[Publisher], Awaitable[Published]], as_json: bool) -> None:
-    from redraft.engine.drafters.loading import KINDS
-
     published = asyncio.run(shelf.publishing(change))
     if as_json:
         print(json.dumps(msgspec.to_builtins(published)))
     else:
         print(f"{published.detail[0].upper()}{published.detail[1:]}")
     drafter = shelf.config.engine.drafter
-    if drafter not in KINDS:
-        kinds = ", ".join(KINDS)
-        _console(stderr=True).print(
-            f"engine.drafter is {drafter}: an engine that starts here takes that; set it to one of {kinds} to take "
-            "versions"
+    if drafter not in TRAINED:
+        console(stderr=True).print(
+            f"engine.drafter is {drafter}: an engine that starts here takes that; set it to one of "
+            f"{', '.join(TRAINED)} to take versions",
+            markup=False,
         )
     if shelf.engine and not published.in_force:
         raise typer.Exit(1)
@@ -198,6 +210,31 @@ def _known() -> Iterator[None]:
         yield
     except UnknownVersion as error:
         raise UsageError(str(error)) from None
+
+
+def _serving(shelf: Shelf, serves: str) -> str:
+    """Which version serves by the pointer, since when and why; ``serves`` says whether the engine agrees."""
+    if shelf.pointer is None:
+        return f"None was promoted yet; engine.drafter ({shelf.config.engine.drafter}) decides who serves"
+    serving = shelf.pointer.serving
+    entered = shelf.registry.known(serving)
+    last = entered.history[-1] if entered else None
+    if last is None or last.state != "serving":
+        return f"Version {serving.id} {serves} by the pointer; its history does not say since when"
+    return f"Version {serving.id} {serves} since {moment(last.time)}, by {last.who}: {last.why}"
+
+
+def _next(shelf: Shelf, entered: Entered) -> str:
+    """What can be done with a version that was added."""
+    name, state = entered.version.id, shelf.state(entered)
+    if state == "serving":
+        return f"It serves by the pointer; have the engine load it again: redraft drafters promote {name}"
+    if state in ("accepted", "retired"):
+        return f"It was here already, and is {state}; have it serve: redraft drafters promote {name}"
+    return (
+        f"It is {state}. The gate judges only what `redraft retrain run` trains, so a person decides on this one; have "
+        f"it serve: redraft drafters promote {name} --force"
+    )
 
 
 def _person() -> str:
@@ -214,6 +251,8 @@ def _summary(shelf: Shelf, entered: Entered) -> dict[str, Any]:
         "version": record.version.id,
         "kind": record.version.kind,
         "state": shelf.state(entered),
+        "since": entered.history[-1].time,
+        "because": entered.history[-1].why,
         "origin": record.origin,
         "created": record.created,
         "parent": record.parent.id if record.parent else None,
@@ -249,10 +288,6 @@ def _tau(length: AcceptLength | None) -> str:
     return f"{length.tau:.2f} ({length.committed}/{length.verify_steps})" if length and length.tau else "-"
 
 
-def _when(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds):%Y-%m-%d %H:%M}"
-
-
 def _table(*columns: str) -> Table:
     """A table whose last column alone may take several lines."""
     table = Table(box=None, pad_edge=False)
@@ -260,7 +295,3 @@ def _table(*columns: str) -> Table:
         table.add_column(column, no_wrap=True)
     table.add_column(columns[-1], overflow="fold")
     return table
-
-
-def _console(*, stderr: bool = False) -> Console:
-    return Console(stderr=stderr, highlight=False, soft_wrap=True)

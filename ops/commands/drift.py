@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from redraft.feedback.drift.signal import DriftSignal, DriftStatus, StratumStatu
 from redraft.feedback.events import START, Cursor, TurnEvent
 from redraft.feedback.segments import SegmentLog
 from redraft.ops.commands.options import ConfigPath
+from redraft.ops.commands.printing import console, moment
 from redraft.ops.deployment import in_force
 from redraft.ops.errors import UsageError
 from redraft.ops.feedback import open_log
@@ -43,17 +45,19 @@ def drift(
     monitor = DriftMonitor(
         settings.drift, (reference for entered in registry.all() for reference in entered.references)
     )
+    for fault in registry.damaged().values():
+        print(fault, file=sys.stderr)
     log = open_log(settings)
     signals, cursor = _follow(monitor, log, START)
-    console = Console(width=WIDTH, highlight=False, soft_wrap=True)
+    out = console(least=WIDTH)
     if as_json:
         print(msgspec.json.encode({"status": monitor.status(), "signals": signals}).decode())
     elif not watch:
-        _say(console, monitor.status(), signals)
+        _say(out, monitor.status(), signals)
         for damage in log.damaged:
             print(damage)
     else:
-        with Live(_table(monitor.status()), console=console, auto_refresh=False) as live:
+        with Live(_table(monitor.status()), console=out, auto_refresh=False) as live:
             while True:
                 time.sleep(REFRESH_SECONDS)
                 more, cursor = _follow(monitor, log, cursor)
@@ -116,14 +120,10 @@ def _row(row: StratumStatus) -> tuple[str, ...]:
         f"{row.reference_tau:.2f}" if row.reference_tau is not None else "-",
         str(row.estimate) if row.estimate else "-",
         f"{state}{', new' if row.new else ''}",
-        _moment(row.since) if row.since is not None and row.state == "drifted" else "-",
+        moment(row.since) if row.since is not None and row.state == "drifted" else "-",
     )
 
 
 def _sentence(signal: DriftSignal) -> str:
     drafter = f"{signal.drafter.kind}:{signal.drafter.id[:8]}"
-    return f"{_moment(signal.time)}  {signal} since {_moment(signal.since)} ({drafter})"
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return f"{moment(signal.time)}  {signal} since {moment(signal.since)} ({drafter})"

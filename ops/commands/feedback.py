@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from redraft.engine.types import AcceptLength
 from redraft.feedback.events import Event, SpanEvent, TurnEvent, session_hash
 from redraft.ops.commands.options import ConfigPath
+from redraft.ops.commands.printing import console, moment
 from redraft.ops.deployment import in_force
 from redraft.ops.feedback import feedback_folder, open_contexts, open_log
 
@@ -50,7 +49,7 @@ def status(config: ConfigPath = None) -> None:
     print(f"spans: {spans.total()} ({_listed(spans)})")
     print(f"accept length: {length.committed} tokens / {length.verify_steps} verify steps")
     if first <= last:
-        print(f"from {_moment(first)} to {_moment(last)}")
+        print(f"from {moment(first)} to {moment(last)}")
     feedback = settings.feedback
     print(f"events: {log.size()} bytes; tokens: {open_contexts(settings).size()} bytes; at most {feedback.max_bytes}")
     print(f"kept for {feedback.retention_days:g} days")
@@ -70,7 +69,7 @@ def show(
     table.pad_edge = False
     for event in open_log(in_force(config)[0]).tail(lines):
         table.add_row(*_row(event))
-    Console(width=WIDTH, highlight=False, soft_wrap=True).print(table)
+    console(least=WIDTH).print(table)
 
 
 @app.command()
@@ -119,12 +118,8 @@ def _row(event: Event) -> tuple[str, ...]:
         committed, steps = len(event.target_tokens), len(event.block_length)
     named = " ".join(f"{drafter.kind}:{drafter.id[:8]}" for drafter in drafters) or "-"
     pace = f"{committed}/{steps}"
-    return _moment(event.time), what, origin.tenant, origin.agent_type, origin.session, named, where, pace
+    return moment(event.time), what, origin.tenant, origin.agent_type, origin.session, named, where, pace
 
 
 def _listed(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "none"
-
-
-def _moment(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

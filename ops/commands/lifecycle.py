@@ -18,10 +18,11 @@ from rich.table import Table
 
 from redraft.ops.commands.options import ConfigPath, others, typed
 from redraft.ops.config import dump
-from redraft.ops.deployment import Deployment, State, load
+from redraft.ops.deployment import Deployment, State, in_force, load
 from redraft.ops.errors import CliError
 from redraft.ops.serving import PROGRAM
 from redraft.ops.serving import serve as run_deployment
+from redraft.ops.shelf import out_of_step
 
 STOP_LIMIT = 9.0
 """Seconds that a deployment has to stop before it is killed."""
@@ -117,6 +118,8 @@ def status(config: ConfigPath = None) -> None:
     console.print(f"logs and state: {deployment.folder}", markup=False)
     if state.message:
         console.print(state.message, markup=False)
+    if state.phase == "ready" and (difference := out_of_step(in_force(config)[0])):
+        console.print(f"drafter: {difference}", markup=False)
     raise typer.Exit(0 if state.phase == "ready" else 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from redraft.engine.checkpoints import resolve
 from redraft.engine.embedded.client import EmbeddedEngine
@@ -19,14 +19,15 @@ from redraft.engine.policy.cost import CostTable
 from redraft.engine.protocol import EngineUnavailable
 from redraft.engine.types import FLOOR
 from redraft.ops.commands.options import ConfigPath
+from redraft.ops.commands.printing import console, moment
 from redraft.ops.errors import CliError, UsageError
 from redraft.ops.feedback import open_contexts, open_log
 from redraft.ops.progress import progress_bar
-from redraft.ops.shelf import Shelf, open_shelf
+from redraft.ops.shelf import Shelf, open_shelf, out_of_step
 
 if TYPE_CHECKING:
     from redraft.engine.types import DrafterVersion
-    from redraft.retrain.loop import Loop, Outcome
+    from redraft.retrain.loop import Loop
     from redraft.retrain.period import Period
 
 app = typer.Typer(help="Train drafters on what was served, and let a gate decide.", no_args_is_help=True)
@@ -56,9 +57,9 @@ def run(
 ) -> None:
     """Train a candidate from the drafter that serves, judge it, and let it serve if it is shown to be better.
 
-    The exit status tells how it ended: 0 it serves (or was accepted and waits, with retrain.auto_promote off),
-    10 refused, 11 inconclusive, 12 too little traffic to learn from or judge by. Training takes the CPU that serving
-    leaves. A run that was stopped goes on where it was.
+    The exit status tells how it ended: 0 it serves (or was accepted and waits, with retrain.auto_promote off), 1 it was
+    accepted but could not be made to serve, 10 refused, 11 inconclusive, 12 too little traffic to learn from or judge
+    by. Training takes the CPU that serving leaves. A run that was stopped goes on where it was.
     """
     if not once:
         raise UsageError("say --once: runs that start by themselves do not exist yet")
@@ -66,16 +67,24 @@ def run(
 
     be_background()
     shelf = open_shelf(config)
-    console = Console(stderr=True, highlight=False)
+    notes = console(stderr=True)
+    for damage in shelf.damaged().values():
+        notes.print(damage, markup=False)
     with progress_bar() as progress:
         loop, serving = _loop(shelf)
         period = _period(shelf, serving, since, why)
-        new = f"what is later than {_moment(period.since)}" if period.since else "all there is"
-        console.print(f"new traffic is {new}: {period.why}", markup=False)
+        new = f"what is later than {moment(period.since)}" if period.since else "all there is"
+        notes.print(f"new traffic is {new}: {period.why}", markup=False)
         outcome = loop.run_once(serving, period, progress)
     loop.registry.prune(shelf.config.retrain.keep_refused)
-    said = _conclude(shelf, outcome, serving)
-    print(json.dumps(msgspec.to_builtins(outcome)) if as_json else said)
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(outcome)))
+    else:
+        print(f"{outcome.result.capitalize()}: {outcome.reason}")
+        if outcome.report:
+            print(f"The report is {outcome.report}")
+    if outcome.result == "accepted" and outcome.version:
+        print(_conclude(shelf, outcome.version, outcome.reason, serving), file=sys.stderr if as_json else sys.stdout)
     raise typer.Exit(EXIT[outcome.result])
 
 
@@ -98,6 +107,8 @@ def _loop(shelf: Shelf) -> tuple[Loop, DrafterVersion]:
         )
     if shelf.engine is None:
         raise CliError("no deployment is running here, and what passes cost is measured by its engine; redraft up")
+    if difference := out_of_step(config):
+        raise CliError(f"nothing can be judged against the version that should serve: {difference}")
     log, contexts = open_log(config), open_contexts(config)
     recipe = load_recipe(config.retrain.recipe or FINETUNE)
     loop = Loop(
@@ -168,22 +179,13 @@ def _period(shelf: Shelf, serving: DrafterVersion, since: str | None, why: str |
     return msgspec.structs.replace(found, why=why) if why else found
 
 
-def _conclude(shelf: Shelf, outcome: Outcome, serving: DrafterVersion) -> str:
-    """Let an accepted version serve, where that is wanted; what happened, in words."""
-    report = f"\nThe report is {outcome.report}" if outcome.report else ""
-    if outcome.result != "accepted" or outcome.version is None:
-        return f"{outcome.result.capitalize()}: {outcome.reason}{report}"
-    version = outcome.version
+def _conclude(shelf: Shelf, version: DrafterVersion, why: str, replaced: DrafterVersion) -> str:
+    """Let an accepted version serve instead of the one it was judged against, where that is wanted; what came of it."""
     if not shelf.config.retrain.auto_promote:
-        return (
-            f"Accepted: {outcome.reason}. Version {version.id} waits for a person: "
-            f"redraft drafters promote {version.id}{report}"
-        )
+        return f"Version {version.id} waits for a person: redraft drafters promote {version.id}"
     published = asyncio.run(
-        shelf.publishing(lambda publisher: publisher.promote(version, outcome.reason, who="gate", instead_of=serving))
+        shelf.publishing(lambda publisher: publisher.promote(version, why, who="gate", instead_of=replaced))
     )
-    return f"Promoted: {outcome.reason}. {published.detail[0].upper()}{published.detail[1:]}{report}"
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().isoformat(sep=" ", timespec="seconds")
+    if not published.in_force:
+        raise CliError(published.detail)
+    return f"{published.detail[0].upper()}{published.detail[1:]}"

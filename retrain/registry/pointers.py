@@ -26,8 +26,8 @@ class FilePointerStore:
         return self.load(target)
 
     async def compare_and_set(self, expected_token: int, pointer: DrafterPointer) -> bool:
-        """``pointer.token`` must be ``expected_token`` + 1, or any above 0 where none, which is 0, is expected."""
-        if pointer.token < 1 or (expected_token and pointer.token != expected_token + 1):
+        """``pointer.token`` must be above ``expected_token``, which is 0 where no pointer is expected."""
+        if pointer.token <= expected_token:
             raise ValueError(f"token {pointer.token} does not follow {expected_token}")
         return await asyncio.to_thread(self._compare_and_set, expected_token, pointer)
 

@@ -4,12 +4,14 @@
     <root>/<target>/weights/<id>/       the checkpoint, read-only, known by its content
     <root>/<target>/lock                held by whoever writes
 
-A version is there when its record is; what a writer that was stopped left besides is swept away by the next one.
+A version is there when its record is; what a writer that was stopped left besides is swept away by the next one. All
+of it is its owner's alone, as the traffic is that it was learnt from.
 """
 
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 import time
 from pathlib import Path
@@ -18,12 +20,14 @@ from typing import Literal
 import msgspec
 
 from redraft.engine.types import FLOOR, DrafterPointer, DrafterVersion
-from redraft.retrain.files import locked, replace, sync
+from redraft.retrain.files import locked, private_folder, replace, sync
 from redraft.retrain.registry.errors import RegistryError, UnknownVersion
 from redraft.retrain.registry.record import Entered, Entry, GateResult, Verdict, VersionRecord
 
 KEPT = (".json", ".safetensors", ".md")
 """Suffixes of a checkpoint's files."""
+
+MEND = "Add the same checkpoint again (redraft drafters add FOLDER), or promote another version"
 
 _PARTIAL = ".partial-"
 
@@ -65,16 +69,37 @@ class Registry:
         return version
 
     def all(self) -> list[Entered]:
-        """Every version, oldest first."""
-        files = self._records.glob("*.json")
-        return sorted(map(self._read, files), key=lambda entered: (entered.record.created, entered.version.id))
+        """Every version whose record is whole, oldest first."""
+        found = filter(None, map(self._whole, self._records.glob("*.json")))
+        return sorted(found, key=lambda entered: (entered.record.created, entered.version.id))
+
+    def damaged(self, *needed: DrafterVersion) -> dict[str, str]:
+        """What is wrong with the records that `all` passes over, and with any that is missing of those ``needed``.
+
+        By version id, with what to do about it.
+        """
+        damage = {}
+        for version in needed:
+            if not self._file(version.id).exists():
+                mend = self._anew(", or", version.id) or ", or promote another version"
+                damage[version.id] = f"{self._file(version.id)} is missing; restore it{mend}"
+        for file in sorted(self._records.glob("*.json")):
+            try:
+                self._read(file)
+            except RegistryError as error:
+                damage[file.stem] = str(error)
+        return damage
 
     def get(self, version: DrafterVersion) -> Entered:
         return self._read(self._file(version.id))
 
+    def known(self, version: DrafterVersion) -> Entered | None:
+        """As `get`, but None where the record is missing or damaged."""
+        return self._whole(self._file(version.id))
+
     @property
     def token(self) -> int:
-        """Of the newest pointer that histories tell of; 0 before there was any."""
+        """Of the newest pointer that whole histories tell of; 0 before there was any."""
         return max((entry.token for entered in self.all() for entry in entered.history), default=0)
 
     def find(self, prefix: str) -> Entered:
@@ -95,25 +120,28 @@ class Registry:
         from redraft.engine.drafters.loading import content_id
 
         folder = self._weights / version.id
-        if not folder.is_dir():
-            pruned = "its weights were dropped, as those of refused versions are; its record is kept"
-            there = self._file(version.id).exists()
-            raise RegistryError(f"version {version.id} is not in {self._weights}" + (f": {pruned}" if there else ""))
+        if not os.path.lexists(folder):
+            entered = self.known(version)
+            if entered and entered.state in ("refused", "inconclusive"):
+                why = f"its weights were dropped, as those of {entered.state} versions are; its record is kept"
+            else:
+                why = "its weights are missing"
+            raise RegistryError(f"version {version.id} is not in {self._weights}: {why}. {MEND}")
+        if folder.is_symlink() or not folder.is_dir():
+            raise RegistryError(f"{folder} is a file or a link where version {version.id} should be. {MEND}")
         try:
             content = content_id(folder)
         except DrafterError as error:
-            raise RegistryError(f"version {version.id} is damaged: {error} Add it again, or promote another") from error
+            raise RegistryError(f"version {version.id} is damaged: {error} {MEND}") from error
         if content != version.id:
-            raise RegistryError(
-                f"{folder} has changed since it was added: its content is {content}; add it again, or promote another"
-            )
+            raise RegistryError(f"{folder} has changed since it was added: its content is {content}. {MEND}")
         return folder
 
     def lineage(self, version: DrafterVersion) -> list[Entered]:
-        """The version, its parent, and so on back to one that has none here."""
+        """The version, its parent, and so on back to one that has none, or none whose record is whole."""
         line = [self.get(version)]
-        while (parent := line[-1].record.parent) and self._file(parent.id).exists():
-            line.append(self.get(parent))
+        while (parent := line[-1].record.parent) and (entered := self.known(parent)):
+            line.append(entered)
         return line
 
     def decide(
@@ -135,17 +163,22 @@ class Registry:
             return self._enter(entered, Entry(state="accepted", time=time.time(), who=who, why=why, forced=True))
 
     def follow(self, pointer: DrafterPointer, *, who: str, why: str, left: Literal["retired", "rolled_back"]) -> None:
-        """Record who serves by a pointer newer than any recorded, and what becomes of those that did."""
+        """Record who serves by a pointer newer than any recorded, and what becomes of those that did.
+
+        A version whose record is missing or damaged is passed over.
+        """
         with locked(self._lock):
             if pointer.token <= self.token:
                 return
-            serving = self.get(pointer.serving)
             now = time.time()
             for entered in self.all():
                 if entered.state == "serving" and entered.version != pointer.serving:
                     self._enter(entered, Entry(state=left, time=now, who=who, why=why))
-            entry = Entry(state="serving", time=now, who=who, why=why, previous=pointer.previous, token=pointer.token)
-            self._enter(serving, entry)
+            if serving := self.known(pointer.serving):
+                entry = Entry(
+                    state="serving", time=now, who=who, why=why, previous=pointer.previous, token=pointer.token
+                )
+                self._enter(serving, entry)
 
     def prune(self, keep: int) -> list[DrafterVersion]:
         """Drop the weights of all but the last ``keep`` versions that were refused or stayed inconclusive."""
@@ -164,13 +197,13 @@ class Registry:
         from redraft.engine.drafters.loading import content_id
 
         partial = self._weights / f"{_PARTIAL}{version.id}"
-        partial.mkdir(parents=True)
+        private_folder(partial)
         try:
             for file in sorted(folder.iterdir()):
                 if file.suffix in KEPT and file.is_file():
                     copy = Path(shutil.copyfile(file, partial / file.name))
                     sync(copy)
-                    copy.chmod(0o444)
+                    copy.chmod(0o400)
             if (content := content_id(partial)) != version.id:
                 raise RegistryError(f"{folder} holds the version {content}, not {version.id}; it was not added")
             sync(partial)
@@ -185,25 +218,45 @@ class Registry:
     def _discard(self, version: DrafterVersion) -> None:
         """Take weights away in one step; a sweep removes them."""
         weights = self._weights / version.id
-        if weights.exists():
+        if os.path.lexists(weights):
             weights.rename(self._weights / f"{_PARTIAL}{version.id}-discarded")
 
     def _sweep(self) -> None:
         for left in self._weights.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(left)
+            if left.is_symlink() or not left.is_dir():
+                left.unlink()
+            else:
+                shutil.rmtree(left)
 
     def _file(self, version_id: str) -> Path:
         return self._records / f"{version_id}.json"
 
     def _read(self, file: Path) -> Entered:
+        mend = f"restore it, or move it away{self._anew(' and', file.stem)}"
+        if file.exists() and not file.is_file():
+            raise RegistryError(f"{file} is no plain file; {mend}")
         try:
-            return msgspec.json.decode(file.read_bytes(), type=Entered)
+            entered = msgspec.json.decode(file.read_bytes(), type=Entered)
         except FileNotFoundError:
             raise UnknownVersion(f"no drafter version {file.stem} of the target {self.target[:12]}") from None
         except OSError as error:
             raise RegistryError(f"{file} cannot be read: {error.strerror}") from error
         except msgspec.DecodeError as error:
-            raise RegistryError(f"{file} is damaged ({error}); restore it, or move it away to do without") from error
+            raise RegistryError(f"{file} is damaged ({error}); {mend}") from error
+        if not entered.history or (entered.version.id, entered.record.target) != (file.stem, self.target):
+            raise RegistryError(f"{file} is damaged (it is not that version's, or has no history); {mend}")
+        return entered
+
+    def _anew(self, before: str, version_id: str) -> str:
+        """How a version without a record is had again, after ``before``, where its weights are there."""
+        weights = self._weights / version_id
+        return f"{before} enter the version anew: redraft drafters add {weights}" if weights.is_dir() else ""
+
+    def _whole(self, file: Path) -> Entered | None:
+        try:
+            return self._read(file)
+        except RegistryError:
+            return None
 
     def _enter(self, entered: Entered, entry: Entry) -> Entered:
         changed = Entered(entered.record, (*entered.history, entry))
@@ -217,7 +270,7 @@ class Registry:
 def open_registry(root: Path, target: str) -> Registry:
     """The registry of a target, with version zero in it: the bundled drafter, or the floor where none is bundled."""
     registry = Registry(root, target)
-    if not registry.all():
+    if not registry.all() and not registry.damaged():
         add_version_zero(registry)
     return registry
 
@@ -231,6 +284,7 @@ def add_version_zero(registry: Registry) -> DrafterVersion:
     registry.add(
         folder, VersionRecord(version=version, target=registry.target, origin="bundled", why=why), who="redraft"
     )
-    if registry.get(version).state == "candidate":
+    entered = registry.known(version)
+    if entered and entered.state == "candidate":
         registry.decide(version, "accepted", who="redraft", why=why)
     return version

@@ -108,6 +108,15 @@ def test_an_engine_that_is_up_but_not_ready_is_reported_in_its_words(gateway: An
     assert gateway.http.get("/ready").json()["error"]["message"] == "self-test running"
 
 
+def test_an_engine_that_serves_otherwise_than_it_should_is_ready_and_health_says_so(gateway: Any) -> None:
+    assert gateway.http.get("/health").json() == {"status": "ok"}
+    gateway.engine.state = Health(ready=True, detail="version a should serve, but cannot. Serving instead: b")
+    for path, status in (("/health", "ok"), ("/ready", "ready")):
+        response = gateway.http.get(path)
+        assert response.status_code == 200
+        assert response.json() == {"status": status, "detail": gateway.engine.state.detail}
+
+
 def test_an_engine_that_is_away_at_first_is_asked_again(serve: Any) -> None:
     gateway = serve()
     gateway.engine.fault = EngineUnavailable("the engine is loading")
@@ -120,8 +129,10 @@ def test_an_engine_that_is_away_at_first_is_asked_again(serve: Any) -> None:
 
 def test_an_engine_that_does_not_answer_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("redraft.gateway.service.ENGINE_SECONDS", 0.05)
+    monkeypatch.setattr("redraft.gateway.service.ALIVE_SECONDS", 0.05)
     gateway = serve()
     gateway.engine.mute = True
     assert gateway.http.get("/ready").status_code == 503
+    assert gateway.http.get("/health").json()["detail"] == "The engine did not answer within 0.05 seconds."
     assert gateway.post().status_code == 503
     assert "redraft_engine_ready 0.0" in gateway.http.get("/metrics").text

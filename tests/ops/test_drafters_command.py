@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -98,7 +100,8 @@ def test_ls_lists_versions_with_who_serves_and_what_the_gate_measured(redraft: R
     assert redraft("promote", versions[0])[0] == 0
     code, out, _ = redraft("ls")
     rows = {line.split()[0]: line for line in out.splitlines()}
-    assert code == 0 and list(rows)[1:] == ["builtin", *versions]
+    assert code == 0 and list(rows)[1:] == ["builtin", *versions, "Version"]
+    assert re.match(rf"Version {versions[0]} serves since \d{{4}}-.*[+-]\d\d:\d\d, by .*: by hand$", rows["Version"])
     assert "retired" in rows["builtin"]
     assert "serving" in rows[versions[0]] and "2.00 (20/10)" in rows[versions[0]] and "drift 0" in rows[versions[0]]
     assert "refused" in rows[versions[2]] and versions[1] in rows[versions[2]]
@@ -149,7 +152,7 @@ def test_promote_and_rollback_change_who_serves(redraft: Redraft, versions: list
 
 def test_a_refused_version_needs_force(redraft: Redraft, versions: list[str], registry: Registry) -> None:
     code, _, error = redraft("promote", versions[2])
-    assert code == 1 and f"version {versions[2]} is refused, not accepted" in error
+    assert code == 1 and f"version {versions[2]} is refused, not accepted" in error and "--force" in error
     assert redraft("promote", versions[2], "--force")[0] == 0
     assert registry.find(versions[2]).history[-2].forced
 
@@ -177,7 +180,7 @@ def test_who_configured_another_drafter_is_told_that_it_starts_with_that(
 
 
 def test_a_checkpoint_made_elsewhere_is_added_as_a_candidate(
-    redraft: Redraft, registry: Registry, tiny_checkpoint: Path, tmp_path: Path
+    redraft: Redraft, registry: Registry, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = DFlashConfig.for_target(
         load_model(tiny_checkpoint), registry.target, layers=1, block_size=4, mask_token_id=3
@@ -185,6 +188,10 @@ def test_a_checkpoint_made_elsewhere_is_added_as_a_candidate(
     save(tmp_path / "mine", shape, weights(shape, 0), card="")
     code, out, _ = redraft("add", tmp_path / "mine", "--why", "from a friend")
     assert (code, out.strip()) == (0, content_id(tmp_path / "mine"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.stderr, "isatty", lambda: True)
+        _, again, hint = redraft("add", tmp_path / "mine")
+    assert again == out and f"redraft drafters promote {out.strip()} --force" in hint
     entered = registry.find(out.strip())
     assert (entered.state, entered.record.origin, entered.record.why) == ("candidate", "imported", "from a friend")
     save(tmp_path / "other", replace(shape, target="ab" * 32), weights(shape, 1), card="")
@@ -199,3 +206,32 @@ def test_a_damaged_pointer_is_told_in_words(redraft: Redraft, versions: list[str
     code, out, error = redraft("ls")
     assert (code, out) == (1, "")
     assert "pointer.json is damaged" in error and "Traceback" not in error
+
+
+def test_a_lost_record_is_listed_as_damaged_and_keeps_nobody_from_promoting(
+    redraft: Redraft, versions: list[str], registry: Registry
+) -> None:
+    assert redraft("promote", versions[0])[0] == 0
+    records = registry.root / registry.target / "records"
+    (records / f"{versions[0]}.json").unlink()
+    (records / f"{versions[2]}.json").write_text("{")
+    code, out, _ = redraft("ls")
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert code == 0
+    assert "damaged" in rows[versions[0]] and f"{versions[0]}.json is missing; restore it" in out
+    assert "damaged" in rows[versions[2]] and f"{versions[2]}.json is damaged" in out
+    assert "does not say since when" in rows["Version"]
+    listed = json.loads(redraft("ls", "--json")[1])
+    assert {each["version"] for each in listed if each["state"] == "damaged"} == {versions[0], versions[2]}
+    assert redraft("promote", versions[1])[0] == 0
+    assert "serves again instead of" in redraft("rollback")[1]
+
+
+def test_nothing_is_wrapped_where_nobody_reads_at_a_terminal(
+    redraft: Redraft, versions: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    why = "because " * 40 + "of [this]"
+    assert redraft("promote", versions[0], "--why", why)[0] == 0
+    for command in (["ls"], ["show", versions[0]]):
+        assert any(line.rstrip().endswith(why) for line in redraft(*command)[1].splitlines())

@@ -9,15 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from redraft.engine.drafters.loading import version_of
-from redraft.engine.types import DrafterVersion, SamplingParams
+from redraft.engine.types import DrafterPointer, DrafterVersion, SamplingParams
 from redraft.retrain.config import TrainConfig
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features_store import LocalStore, MemoryStore
 from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.gate.config import GateConfig
+from redraft.retrain.gate.seen import TrainingRecord
 from redraft.retrain.loop import Loop
 from redraft.retrain.loop_config import RUN_DATA, RetrainConfig
 from redraft.retrain.period import Period
@@ -215,7 +217,28 @@ def test_training_that_comes_to_a_judged_version_again_ends_as_that_was_judged(
     again = loop.run_once(serving, PERIOD)
     assert (again.result, again.version, again.report) == (first.result, first.version, first.report)
     assert "once more" in again.reason
+    assert first.version and first.result == "accepted"
+    pointer = DrafterPointer(target=loop.registry.target, serving=first.version, previous=serving, token=1)
+    loop.registry.follow(pointer, who="test", why="better", left="retired")
+    by_now = loop.run_once(serving, PERIOD)
+    assert by_now.result == "accepted" and "which is serving" in by_now.reason
     assert (loop.folder / "00002" / "outcome.json").exists(), "nothing is left that the next run would stumble over"
+
+
+def test_where_a_lost_record_hides_ancestors_all_that_was_learnt_from_rules_sessions_out(
+    make: Make, serving: DrafterVersion
+) -> None:
+    loop = make()
+    child, parent = DrafterVersion("dflash", "c" * 16), DrafterVersion("dflash", "b" * 16)
+    record = VersionRecord(version=child, target=loop.registry.target, origin="trained", why="test", parent=parent)
+    loop.registry.add(None, record, who="test")
+    loop.folder.mkdir()
+    for name in (child.id, "a" * 16):
+        seen = TrainingRecord(sessions=frozenset({name}))
+        (loop.folder / f"seen-{name}.msgpack").write_bytes(msgspec.msgpack.encode(seen))
+    assert loop._seen(child).sessions == {child.id, "a" * 16}
+    loop.registry.add(None, msgspec.structs.replace(record, version=parent, parent=None), who="test")
+    assert loop._seen(child).sessions == {child.id}
 
 
 def test_judging_one_candidate_again_is_another_look(make: Make, serving: DrafterVersion) -> None:

@@ -323,12 +323,16 @@ def test_a_registered_drafter_that_cannot_be_loaded_is_told_and_the_configured_o
         raise OSError("the registry's disk is gone")
 
     for serving, words in ((gone, "gone is no drafter checkpoint"), (faulty, "OSError: the registry's disk is gone")):
+        caplog.clear()
         config = EngineConfig(model=str(tiny_checkpoint), threads=1, kv_bytes=4 << 20, drafter="ngram")
         server = EngineServer(*build_core(config, serving), tmp_path / "engine.sock", ThreadGovernor(1))
         assert server._health.drafter == NGRAM
         assert server._health.ready
         assert words in server._health.detail
-        assert words in caplog.text
+        assert "should serve, but cannot" in server._health.detail
+        assert server._health.detail.endswith("ngram builtin serves")
+        told = [record for record in caplog.records if words in record.getMessage()]
+        assert [(record.getMessage(), record.exc_info) for record in told] == [(server._health.detail, None)]
         activate = wire.Activate(0, DrafterPointer(target=server._capabilities.target, serving=NGRAM))
         server._handle(Connection(Mock()), activate)
         assert server._health.detail == ""

@@ -148,7 +148,8 @@ async def test_an_engine_whose_published_version_is_damaged_serves_and_says_so(
     await ready(engine)
     health = await engine.health()
     assert health.drafter == FLOOR
-    assert "has changed since it was added" in health.detail
+    assert versions[0].id in health.detail and "has changed since it was added" in health.detail
+    assert health.detail.endswith("ngram builtin serves")
     tokens, _ = await collect(answer(engine, "anyhow"))
     assert len(tokens) == 100
     await engine.close()

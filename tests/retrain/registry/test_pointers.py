@@ -52,8 +52,8 @@ async def test_a_late_writer_changes_nothing(tmp_path: Path) -> None:
     assert not await store.compare_and_set(0, pointer(1, "late"))
     assert not await store.compare_and_set(5, pointer(6, "from nowhere"))
     assert await store.read(TARGET) == pointer(1, "first")
-    with pytest.raises(ValueError, match="token 3 does not follow 1"):
-        await store.compare_and_set(1, pointer(3))
+    with pytest.raises(ValueError, match="token 3 does not follow 3"):
+        await store.compare_and_set(3, pointer(3))
     with pytest.raises(ValueError, match="token 0 does not follow 0"):
         await store.compare_and_set(0, pointer(0))
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import pytest
 
 from redraft.engine.protocol import Engine, EngineError, EngineUnavailable, RequestRefused
@@ -36,7 +37,8 @@ class FakeEngine:
         self.while_loading: Callable[[], None] = lambda: None
 
     async def health(self) -> Health:
-        return Health(ready=self.ready, detail="" if self.ready else "still loading")
+        token = self.pointer.token if self.pointer else 0
+        return Health(ready=self.ready, detail="" if self.ready else "still loading", token=token)
 
     async def load_drafter(self, version: DrafterVersion, path: Path) -> None:
         assert (path / "config.json").exists()
@@ -110,7 +112,7 @@ async def test_what_the_gate_did_not_accept_serves_only_by_force_and_is_recorded
 ) -> None:
     version = add(registry, drafters(0))
     for verdict in ("inconclusive", "refused"):
-        with pytest.raises(RegistryError, match="not accepted; it does not serve unless a person forces it"):
+        with pytest.raises(RegistryError, match=f"not accepted; .*: redraft drafters promote {version.id} --force"):
             await promote(publisher, version)
         registry.decide(version, verdict, who="gate", why="worse")
     with pytest.raises(RegistryError, match="is refused, not accepted"):
@@ -158,12 +160,88 @@ async def test_of_two_that_publish_at_once_one_does_and_the_other_says_so(
     def somebody_else() -> None:
         pointer = DrafterPointer(target=TARGET, serving=versions[2], previous=versions[0], token=3)
         assert pointers._compare_and_set(2, pointer)
+        registry.follow(pointer, who="somebody else", why="it is best", left="retired")
 
     engine.while_loading = somebody_else
-    with pytest.raises(RegistryError, match="somebody else changed the serving pointer"):
+    said = f"{versions[1].id} was not promoted: .* {versions[2].id} serves, chosen by somebody else: it is best"
+    with pytest.raises(RegistryError, match=said):
         await promote(publisher, versions[1])
     assert registry.get(versions[1]).state == "accepted"
     assert engine.pointer and engine.pointer.serving == versions[0]
+
+
+async def test_who_was_overtaken_before_the_engine_turned_is_told_who_serves(
+    publisher: Publisher, engine: FakeEngine, pointers: FilePointerStore, versions: list[DrafterVersion]
+) -> None:
+    first, second, _ = versions
+    activate = engine.activate
+
+    async def overtaken(pointer: DrafterPointer) -> None:
+        engine.activate = activate  # type: ignore[method-assign]
+        await publisher.promote(second, "it is best", who="somebody else")
+        raise RequestRefused(f"pointer {pointer.token} is out of date")
+
+    engine.activate = overtaken  # type: ignore[method-assign]
+    published = await promote(publisher, first)
+    assert not published.in_force and published.pointer == pointers.load(TARGET) == engine.pointer
+    assert f"version {second.id} serves, chosen by somebody else: it is best" in published.detail
+    assert "promote it again" not in published.detail
+
+
+async def test_an_older_pointer_that_was_restored_is_followed_by_all_under_a_new_token(
+    publisher: Publisher,
+    engine: FakeEngine,
+    registry: Registry,
+    pointers: FilePointerStore,
+    versions: list[DrafterVersion],
+) -> None:
+    first, second, _ = versions
+    await promote(publisher, first)
+    file = registry.root / TARGET / "pointer.json"
+    older = file.read_bytes()
+    await promote(publisher, second)
+    file.write_bytes(older)
+    published = await promote(publisher, first)
+    assert published.in_force and engine.pointer == published.pointer == pointers.load(TARGET)
+    assert (published.pointer.serving, published.pointer.token) == (first, 4)
+    assert [registry.get(version).state for version in (first, second)] == ["serving", "retired"]
+    assert "an older pointer was restored" in registry.get(first).history[-1].why
+
+    file.write_bytes(older)
+    shutil.rmtree(registry.root / TARGET / "records")
+    engine.pointer = msgspec.structs.replace(published.pointer, token=9)
+    add(registry, registry.path(second))
+    assert (await promote(publisher, second, force=True)).pointer == engine.pointer
+    assert engine.pointer.token == 11
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_text("{")])
+async def test_a_lost_record_of_any_version_keeps_nobody_from_replacing_the_one_that_serves(
+    publisher: Publisher,
+    registry: Registry,
+    versions: list[DrafterVersion],
+    drafters: Drafters,
+    damage: Callable[[Path], None],
+) -> None:
+    first, second, third = versions
+    fourth = accepted(registry, drafters(3))
+    records = registry.root / TARGET / "records"
+    await promote(publisher, first)
+    await promote(publisher, second)
+    damage(records / f"{first.id}.json")
+    damage(records / f"{second.id}.json")
+    assert (await rollback(publisher)).pointer.serving == first
+    published = await promote(publisher, third)
+    assert published.in_force and (published.pointer.serving, published.pointer.token) == (third, 5)
+    await promote(publisher, FLOOR)
+    await promote(publisher, third)
+    damage(records / f"{third.id}.json")
+    assert (await rollback(publisher)).pointer.serving == FLOOR
+    with pytest.raises(RegistryError, match="nothing served before"):
+        await rollback(publisher)
+    damage(records / f"{FLOOR.id}.json")
+    (registry.root / TARGET / "pointer.json").unlink()
+    assert (await promote(publisher, fourth)).in_force
 
 
 async def test_where_the_engine_does_not_follow_the_pointer_is_the_truth_and_promoting_again_tells_it(
@@ -226,7 +304,8 @@ async def test_what_was_rolled_back_comes_back_only_by_force(
     await rollback(publisher)
     with pytest.raises(RegistryError, match="is rolled_back, not accepted"):
         await promote(publisher, second)
-    with pytest.raises(RegistryError, match="is rolled_back; a rollback goes to one that served"):
+    said = f"is rolled_back; a rollback goes .* promote {second.id} --force; or roll back with --to {FLOOR.id}$"
+    with pytest.raises(RegistryError, match=said):
         await rollback(publisher, second)
     assert (await promote(publisher, second, force=True)).pointer.serving == second
 
@@ -237,7 +316,7 @@ async def test_a_rollback_goes_to_a_named_version_that_served(
     first, second, third = versions
     await promote(publisher, first)
     await promote(publisher, second)
-    with pytest.raises(RegistryError, match="is accepted; a rollback goes to one that served"):
+    with pytest.raises(RegistryError, match=f"is accepted; a rollback goes to .* promote {third.id}; or roll back"):
         await rollback(publisher, third)
     with pytest.raises(RegistryError, match="serves already; nothing was rolled back"):
         await rollback(publisher, second)
@@ -305,4 +384,6 @@ async def test_what_was_judged_against_one_version_does_not_take_the_place_of_an
     pointer = pointers.load(TARGET)
     assert pointer is not None
     assert pointer.serving == second
+    again = await publisher.promote(second, "better", who="gate", instead_of=first)
+    assert again.detail == f"version {second.id} serves already"
     assert (await publisher.promote(third, "better", who="gate", instead_of=second)).pointer.serving == third

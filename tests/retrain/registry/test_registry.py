@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from redraft.engine.types import FLOOR, AcceptLength, DrafterPointer, DrafterVer
 from redraft.feedback.drift.reference import Reference
 from redraft.retrain.registry.errors import RegistryError, UnknownVersion
 from redraft.retrain.registry.record import GateResult, Verdict
-from redraft.retrain.registry.registry import Registry, open_registry
+from redraft.retrain.registry.registry import Registry, add_version_zero, open_registry
 
 from .conftest import TARGET, Drafters, accepted, add, in_child, killed_everywhere, record_of
 
@@ -48,12 +49,20 @@ def test_a_version_is_a_read_only_copy_of_what_was_added(registry: Registry, dra
     copy = registry.path(version)
     assert content_id(copy) == version.id == content_id(folder)
     assert {file.name for file in copy.iterdir()} == {file.name for file in folder.iterdir()}
-    assert {file.stat().st_mode & 0o777 for file in copy.iterdir()} == {0o444}
+    assert {file.stat().st_mode & 0o777 for file in copy.iterdir()} == {0o400}
     entered = registry.get(version)
     assert (entered.state, entered.record.why) == ("candidate", "drift in tools")
     assert entered.references == (reference(1),)
     shutil.rmtree(folder)
     assert registry.path(version) == copy
+
+
+def test_a_registry_is_its_owners_alone(registry: Registry, drafters: Drafters) -> None:
+    accepted(registry, drafters(0))
+    modes = {path.stat().st_mode & 0o777 for path in (registry.root, *registry.root.rglob("*")) if path.is_dir()}
+    assert modes == {0o700}
+    modes = {path.stat().st_mode & 0o777 for path in registry.root.rglob("*") if path.is_file()}
+    assert modes == {0o400, 0o600}
 
 
 def test_adding_twice_is_the_same_version_with_its_first_record(registry: Registry, drafters: Drafters) -> None:
@@ -93,6 +102,24 @@ def remove_weights(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
+def make_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "more.safetensors")
+
+
+def put_file(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("not a folder")
+
+
+def put_link(folder: Path) -> None:
+    folder.symlink_to(folder.rename(folder.parent.parent / "elsewhere"))
+
+
+def put_dangling_link(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.symlink_to("nowhere")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -100,7 +127,11 @@ def remove_weights(folder: Path) -> None:
         (add_weights, "has changed since it was added"),
         (remove_weights, "has changed since it was added"),
         (lambda folder: (folder / "config.json").unlink(), r"is damaged: .*config\.json: No such file"),
-        (shutil.rmtree, "is not in"),
+        (shutil.rmtree, "is not in .*: its weights are missing"),
+        (make_pipe, r"is damaged: .*more\.safetensors is no plain file"),
+        (put_file, "is a file or a link where version"),
+        (put_link, "is a file or a link where version"),
+        (put_dangling_link, "is a file or a link where version"),
     ],
 )
 def test_files_that_changed_are_an_error_and_can_be_added_again(
@@ -109,19 +140,78 @@ def test_files_that_changed_are_an_error_and_can_be_added_again(
     folder = drafters(0)
     version = add(registry, folder)
     damage(registry.path(version))
-    with pytest.raises(RegistryError, match=words):
+    with pytest.raises(RegistryError, match=rf"{words}(.|\n)*redraft drafters add FOLDER"):
         registry.path(version)
     add(registry, folder)
     assert content_id(registry.path(version)) == version.id
     nothing_left_behind(registry)
 
 
-def test_a_damaged_record_is_named(registry: Registry, drafters: Drafters) -> None:
-    version = add(registry, drafters(0))
-    file = registry.root / TARGET / "records" / f"{version.id}.json"
+def record_file(registry: Registry, version: DrafterVersion) -> Path:
+    return registry.root / TARGET / "records" / f"{version.id}.json"
+
+
+def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(RegistryError, match=rf"{version.id}\.json is damaged"):
-        registry.all()
+
+
+def empty_history(file: Path) -> None:
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "history": []}))
+
+
+def make_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def make_anothers(file: Path) -> None:
+    file.write_text(file.read_text().replace(file.stem, "0123456789abcdef"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, "is damaged"),
+        (empty_history, "has no history"),
+        (make_folder, "is no plain file"),
+        (make_anothers, "is not that version's"),
+    ],
+)
+def test_a_damaged_record_is_named_and_passed_over(
+    registry: Registry, drafters: Drafters, damage: Callable[[Path], None], words: str
+) -> None:
+    whole, version = add(registry, drafters(0)), add(registry, drafters(1))
+    child = add(registry, drafters(2), parent=version)
+    damage(record_file(registry, version))
+    assert {entered.version for entered in registry.all()} == {whole, child}
+    assert [entered.version for entered in registry.lineage(child)] == [child]
+    said = registry.damaged()
+    assert (
+        list(said) == [version.id]
+        and words in said[version.id]
+        and str(record_file(registry, version)) in said[version.id]
+    )
+    assert f"redraft drafters add {registry.path(version)}" in said[version.id]
+    with pytest.raises(RegistryError, match=words):
+        registry.get(version)
+
+
+def test_a_version_whose_record_was_moved_away_is_entered_anew_from_its_weights(
+    registry: Registry, drafters: Drafters
+) -> None:
+    version = accepted(registry, drafters(0))
+    record_file(registry, version).unlink()
+    assert registry.damaged() == {}
+    assert "json is missing; restore it, or enter the version anew" in registry.damaged(version)[version.id]
+    assert add(registry, registry.path(version)) == version
+    assert registry.damaged(version) == {} and registry.get(version).state == "candidate"
+
+
+def test_version_zero_with_a_damaged_record_does_not_close_the_registry(tmp_path: Path) -> None:
+    registry = open_registry(tmp_path, TARGET)
+    cut(record_file(registry, FLOOR))
+    assert open_registry(tmp_path, TARGET).all() == []
+    assert add_version_zero(registry) == FLOOR
 
 
 @pytest.mark.parametrize("verdict", ["accepted", "refused", "inconclusive"])
