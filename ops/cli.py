@@ -29,7 +29,7 @@ from redraft.ops.commands import (
 )
 from redraft.ops.errors import CliError
 from redraft.retrain.data.errors import DataError
-from redraft.retrain.errors import TrainingError
+from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.registry.errors import RegistryError
 
 app = typer.Typer(
@@ -40,6 +40,9 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+STOPPED = 130
+"""The exit status of what was asked to stop, as shells have it."""
 
 SERVE = "Serve"
 USE = "Use"
@@ -81,7 +84,7 @@ def gateway_process(config_path: Path, listen_fd: Annotated[int, typer.Option()]
 
 
 def main() -> None:
-    """Run the command; every failure is one or two lines on standard error and an exit status of 1, or 2 for usage."""
+    """Run the command; a failure is one or two lines on standard error and an exit status of 1, or 2 for usage."""
     try:
         app()
     except CliError as error:
@@ -93,6 +96,9 @@ def main() -> None:
     except OSError as error:
         print(f"error: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}", file=sys.stderr)
         sys.exit(1)
+    except Stopped as error:
+        print(error, file=sys.stderr)
+        sys.exit(STOPPED)
     except (CheckpointError, DataError, EngineError, RegistryError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

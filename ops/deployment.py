@@ -144,6 +144,23 @@ def load(path: Path | None) -> tuple[LoadedConfig, Deployment]:
     return loaded, Deployment.of(loaded)
 
 
+LEARNING = ("feedback", "traffic", "drift", "retrain", "gate")
+"""Sections of the configuration that decide how drafters are retrained."""
+
+
+def unapplied(path: Path | None) -> list[str]:
+    """Settings of `LEARNING` that a running deployment has otherwise than they are given now."""
+    given, (applied, running) = load(path)[0].config, in_force(path)
+    if not running:
+        return []
+    return [
+        f"{section}.{key}"
+        for section in LEARNING
+        for key, value in getattr(given, section)
+        if value != getattr(getattr(applied, section), key)
+    ]
+
+
 def in_force(path: Path | None) -> tuple[RedraftConfig, bool]:
     """What the deployment runs with, and True; where it does not run, what it would run with, and False."""
     loaded, deployment = load(path)

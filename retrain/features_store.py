@@ -57,6 +57,10 @@ class FeatureStore(Protocol):
         """None if they were never kept, were dropped, or are damaged."""
         ...
 
+    def clear(self) -> None:
+        """Drop all that is kept, whoever put it there."""
+        ...
+
 
 class MemoryStore:
     """On the device that captured, up to ``budget`` bytes: first come, first kept, so that epochs do not thrash it."""
@@ -85,6 +89,10 @@ class MemoryStore:
 
     def get(self, ref: FeatureRef) -> Tensor | None:
         return self._kept.get(ref)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self.bytes = 0
 
 
 class LocalStore:
@@ -153,6 +161,12 @@ class LocalStore:
             pass
         self._drop(name)
         return None
+
+    def clear(self) -> None:
+        for file in self._folder.iterdir():
+            file.unlink(missing_ok=True)
+        self._sizes.clear()
+        self.bytes = 0
 
     def _make_room(self, wanted: int) -> None:
         while self._sizes and self.bytes + wanted > self._budget:

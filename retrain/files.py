@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -32,11 +32,16 @@ def replace(file: Path, content: bytes) -> None:
     """
     private_folder(file.parent)
     new = file.with_name(f".{file.name}.new")
-    with open(new, "wb", opener=_private) as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    new.replace(file)
+    try:
+        with open(new, "wb", opener=_private) as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        new.replace(file)
+    except OSError as error:
+        with suppress(OSError):
+            new.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
     sync(file.parent)
 
 

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from redraft.retrain.errors import TrainingError
+from redraft.retrain.files import replace
 
 
 class Journal:
     """Appends to ``log.jsonl``, from which entries after ``step`` are dropped first: a resumed run makes them again.
 
-    A number that is none is written as null.
+    So is a damaged line and all after it. A number that is none is written as null.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
-        file = folder / "log.jsonl"
-        if file.exists():
-            whole = file.read_text().rpartition("\n")[0].splitlines()
-            try:
-                kept = [line for line in whole if json.loads(line)["step"] <= step]
-            except (ValueError, LookupError, TypeError) as error:
-                raise TrainingError(f"{file} is damaged; move it away to go on without it") from error
-            file.write_text("".join(f"{line}\n" for line in kept))
-        self._stream = file.open("a")
+        self._file = folder / "log.jsonl"
+        if self._file.exists():
+            lines = self._file.read_bytes().rpartition(b"\n")[0].splitlines()
+            kept = takewhile(lambda line: _is_up_to(step, line), lines)
+            replace(self._file, b"".join(line + b"\n" for line in kept))
+        self._stream = self._file.open("ab", buffering=0)
         self._writer = _writer(folder / "tensorboard", step)
 
     def add(self, step: int, values: Mapping[str, float | list[float]]) -> None:
-        self._stream.write(msgspec.json.encode({"step": step, **values}).decode() + "\n")
-        self._stream.flush()
+        """Raises `OSError` with the log's name where it cannot be written."""
+        try:
+            self._stream.write(msgspec.json.encode({"step": step, **values}) + b"\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._file)) from error
         if self._writer:
             for name, value in values.items():
                 numbers = (
@@ -47,6 +48,13 @@ class Journal:
         self._stream.close()
         if self._writer:
             self._writer.close()
+
+
+def _is_up_to(step: int, line: bytes) -> bool:
+    try:
+        return bool(json.loads(line)["step"] <= step)
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 def _writer(folder: Path, step: int) -> Any:

@@ -43,6 +43,7 @@ from redraft.retrain.period import Period
 from redraft.retrain.registry.judged import record_verdict
 from redraft.retrain.registry.record import Entered, VersionRecord
 from redraft.retrain.registry.registry import Registry
+from redraft.retrain.saving import written
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
 from redraft.retrain.traffic_config import TrafficConfig
 from redraft.retrain.trainer import Progress, silent
@@ -83,15 +84,25 @@ class Loop:
     block_length: int
     busy: Callable[[], bool]
 
-    def run_once(self, serving: DrafterVersion, period: Period, progress: Progress = silent) -> Outcome:
+    def run_once(
+        self,
+        serving: DrafterVersion,
+        period: Period,
+        progress: Progress = silent,
+        begins: Callable[[Period, bool], None] = lambda period, again: None,
+    ) -> Outcome:
         """Train a candidate from ``serving`` and judge it; the registry has it then, and nothing serves otherwise.
 
-        Raises `TrainingError` if another run is under way, the engine has not measured ``serving``, or this run cannot
-        go on, which is given up then; `Stopped` if it was asked to stop.
+        A run that was stopped goes on instead, in its own period: ``begins`` is told which, and whether it is such a
+        run. Raises `TrainingError` if another run is under way, the engine has not measured ``serving``, or this run
+        cannot go on, which is given up then; `Stopped` if it was asked to stop, and `OSError` where the disk is full,
+        upon which it can go on later.
         """
         with _alone(self.folder):
             check_measured(self.costs, serving)
-            run = _unfinished(self.folder, serving) or _begin(self.folder, serving, period)
+            stopped = _unfinished(self.folder, serving)
+            run = stopped or _begin(self.folder, serving, period)
+            begins(run.period, stopped is not None)
             try:
                 outcome = self._run(run, serving, progress)
             except Stopped:
@@ -115,7 +126,7 @@ class Loop:
             out=run.folder / "training",
             config=self.recipe,
             features=self.features,
-            busy=self.busy,
+            busy=lambda: self._busy(run),
             progress=progress,
         )
         if candidate.step == 0:
@@ -146,20 +157,22 @@ class Loop:
                 config=self.gate,
                 look=1 + self._looks(serving),
                 stratum=_stratum,
-                between=Duty(self.busy, stop),
+                between=Duty(lambda: self._busy(run), stop),
                 progress=progress,
             )
-        writing.write(report, run.folder / REPORT)
+        with written(run.folder / REPORT):
+            writing.write(report, run.folder / REPORT)
         record_verdict(self.registry, report, run.folder / REPORT / writing.PAGE)
         return Outcome(report.outcome, report.verdict.reason, version, str(run.folder / REPORT / writing.PAGE))
 
     def _data(self, run: _Run) -> TrafficData:
         file = run.folder / RUN_DATA
-        if file.exists():
+        if _has_data(run.folder):
             try:
                 return msgspec.msgpack.decode(file.read_bytes(), type=TrafficData)
             except msgspec.DecodeError as error:
                 raise TrainingError(f"{file} cannot be read ({error}); the next run collects anew") from error
+        replace(file, b"")  # what is erased from now on takes it away
         data = collect(
             self.events(),
             self.contexts,
@@ -167,8 +180,19 @@ class Loop:
             since=run.period.since,
             config=self.traffic,
         )
+        self._check_kept(run)
         replace(file, msgspec.msgpack.encode(data))
         return data
+
+    def _busy(self, run: _Run) -> bool:
+        self._check_kept(run)
+        return self.busy()
+
+    def _check_kept(self, run: _Run) -> None:
+        """Raises `TrainingError` if a run's data were erased; features that it wrote since are dropped."""
+        if not (run.folder / RUN_DATA).exists():
+            self.features.clear()
+            raise TrainingError("what it learns from was erased meanwhile; run it again, on what is left")
 
     def _missing(self, data: TrafficData) -> str:
         """What keeps a run from an answer, in words; sessions to judge by may still come while it trains."""
@@ -265,18 +289,24 @@ def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
     if begun.serving != serving:
         _finish(last, Outcome("refused", "another version serves than the one that training began from"))
         return None
-    if not (last / RUN_DATA).exists():
+    if not _has_data(last):
         _finish(last, Outcome("refused", "it was stopped before it had data, or they were erased"))
         return None
     return _Run(last, begun.period)
+
+
+def _has_data(run: Path) -> bool:
+    """Whether they were collected, and not erased since."""
+    file = run / RUN_DATA
+    return file.exists() and file.stat().st_size > 0
 
 
 def _finish(folder: Path, outcome: Outcome) -> None:
     """Note how a run ended, and forget the tokens and weights that it no longer needs."""
     content = json.dumps(msgspec.to_builtins(outcome), indent=1) + "\n"
     (folder / RUN_DATA).unlink(missing_ok=True)
-    for name in ("state.pt", "drafter", "best"):
-        path = folder / "training" / name
+    training = folder / "training"
+    for path in (*training.glob("state.pt*"), *training.glob("drafter*"), *training.glob("best*")):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     replace(folder / OUTCOME, content.encode())
 

@@ -55,6 +55,9 @@ class RetrainConfig(BaseModel):
         return self.home / "features"
 
     def forget_tokens(self) -> None:
-        """Remove what training keeps of tokens, whosever: features, which are made again, and unfinished runs' data."""
-        for file in (*self.features.glob("*"), *self.runs.glob(f"*/*/{RUN_DATA}")):
+        """Remove what training keeps of tokens, whosever: unfinished runs' data, and features, which are made again.
+
+        A run that is under way misses its data, and gives up.
+        """
+        for file in (*self.runs.glob(f"*/*/{RUN_DATA}"), *self.features.glob("*")):
             file.unlink(missing_ok=True)

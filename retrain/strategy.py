@@ -17,6 +17,7 @@ from redraft.retrain.frozen import FrozenTarget
 from redraft.retrain.losses import LossTerms, Weigh, block_loss, dpace, prefix_decay
 from redraft.retrain.paradigms.base import DraftModel
 from redraft.retrain.provenance import Provenance, model_card
+from redraft.retrain.saving import written
 
 FEATURE_BLOCK = 64
 """Contexts are padded to a multiple of this."""
@@ -64,7 +65,8 @@ class BlockStrategy:
     def export(self, folder: Path, step: int) -> None:
         partial = folder.with_name(folder.name + ".partial")
         shutil.rmtree(partial, ignore_errors=True)
-        self.model.save(partial, model_card(self.model.title, self.model.card, self._record, step))
+        with written(partial):
+            self.model.save(partial, model_card(self.model.title, self.model.card, self._record, step))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
 

@@ -22,10 +22,12 @@ from redraft.retrain.config import TrainConfig
 from redraft.retrain.data.sample import Sample
 from redraft.retrain.errors import Stopped, TrainingError
 from redraft.retrain.features import Captured
+from redraft.retrain.files import replace
 from redraft.retrain.journal import Journal
 from redraft.retrain.losses import LossTerms
 from redraft.retrain.provenance import Provenance
 from redraft.retrain.replay import Drafting, walk
+from redraft.retrain.saving import written
 
 MAX_BAD_STEPS = 3
 """In a row, after which a run ends."""
@@ -141,7 +143,7 @@ class Trainer:
         except FileNotFoundError:
             raise TrainingError(f"{self._folder} has no {STATE}; nothing was saved to resume from") from None
         except (RuntimeError, EOFError, UnpicklingError, LookupError, TypeError, ValueError) as error:
-            raise TrainingError(f"{file} is damaged; begin again in a new folder") from error
+            raise TrainingError(f"{file} is damaged; remove it, and the run begins anew") from error
         mine = self._fingerprint()
         for key, theirs in run.items():
             if mine.get(key) != theirs:
@@ -169,7 +171,7 @@ class Trainer:
         """
         config = self._config
         self._folder.mkdir(parents=True, exist_ok=True)
-        (self._folder / "provenance.json").write_bytes(msgspec.json.format(msgspec.json.encode(self._record)) + b"\n")
+        replace(self._folder / "provenance.json", msgspec.json.format(msgspec.json.encode(self._record)) + b"\n")
         journal = Journal(self._folder, self.step)
         since, started = self.step, time.perf_counter()
         sums: list[LossTerms] = []
@@ -221,7 +223,8 @@ class Trainer:
             "evaluated": [(at, length.committed, length.verify_steps) for at, length in self.evaluated],
         }
         partial = self._folder / f"{STATE}.partial"
-        torch.save(state, partial)
+        with written(partial):
+            torch.save(state, partial)
         partial.replace(self._folder / STATE)
 
     def _train_step(self) -> tuple[LossTerms, Tensor]:

@@ -82,7 +82,7 @@ def erase(
 ) -> None:
     """Forget what was kept of a tenant, or of one session: events and tokens.
 
-    Features that training keeps, and the data of a run that was stopped, go whosever they are. It may run beside a
+    Features that training keeps, and the data of a run, go whosever they are: one under way gives up. It may run beside a
     gateway; answers that end later are kept again.
     """
     settings = in_force(config)[0]

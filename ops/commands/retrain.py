@@ -20,6 +20,7 @@ from redraft.engine.protocol import EngineUnavailable
 from redraft.engine.types import FLOOR
 from redraft.ops.commands.options import ConfigPath
 from redraft.ops.commands.printing import console, moment
+from redraft.ops.deployment import unapplied
 from redraft.ops.errors import CliError, UsageError
 from redraft.ops.feedback import open_contexts, open_log
 from redraft.ops.progress import progress_bar
@@ -59,7 +60,7 @@ def run(
 
     The exit status tells how it ended: 0 it serves (or was accepted and waits, with retrain.auto_promote off), 1 it was
     accepted but could not be made to serve, 10 refused, 11 inconclusive, 12 too little traffic to learn from or judge
-    by. Training takes the CPU that serving leaves. A run that was stopped goes on where it was.
+    by, 130 stopped. Training takes the CPU that serving leaves. A run that was stopped goes on where it was.
     """
     if not once:
         raise UsageError("say --once: runs that start by themselves do not exist yet")
@@ -68,14 +69,25 @@ def run(
     be_background()
     shelf = open_shelf(config)
     notes = console(stderr=True)
+    if stale := unapplied(config):
+        notes.print(
+            f"the running deployment was started with another {', '.join(stale)}; its own holds until it is started "
+            "again",
+            markup=False,
+        )
     for damage in shelf.damaged().values():
         notes.print(damage, markup=False)
     with progress_bar() as progress:
         loop, serving = _loop(shelf)
-        period = _period(shelf, serving, since, why)
-        new = f"what is later than {moment(period.since)}" if period.since else "all there is"
-        notes.print(f"new traffic is {new}: {period.why}", markup=False)
-        outcome = loop.run_once(serving, period, progress)
+
+        def begins(period: Period, again: bool) -> None:
+            if again:
+                given = "; --since and --why are for one that begins" if since or why else ""
+                notes.print(f"a run that was stopped goes on{given}", markup=False)
+            new = f"what is later than {moment(period.since)}" if period.since else "all there is"
+            notes.print(f"new traffic is {new}: {period.why}", markup=False)
+
+        outcome = loop.run_once(serving, _period(shelf, serving, since, why), progress, begins)
     loop.registry.prune(shelf.config.retrain.keep_refused)
     if as_json:
         print(json.dumps(msgspec.to_builtins(outcome)))

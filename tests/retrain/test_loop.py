@@ -302,3 +302,47 @@ def test_erasure_reaches_the_features_and_the_data_of_a_stopped_run_which_begins
     assert not (folder / "00001" / RUN_DATA).exists()
     assert make(folder=folder).run_once(serving, PERIOD).version is not None
     assert sorted(each.name for each in folder.iterdir() if each.is_dir()) == ["00001", "00002"]
+
+
+def test_what_is_erased_while_a_run_trains_is_neither_kept_again_nor_learnt_from(
+    make: Make, serving: DrafterVersion, tmp_path: Path
+) -> None:
+    config = RetrainConfig(folder=tmp_path / "home")
+
+    class Erased(LocalStore):
+        def put(self, *arguments: Any) -> None:
+            config.forget_tokens()
+            super().put(*arguments)
+
+    folder = config.runs / "target"
+    with pytest.raises(TrainingError, match="what it learns from was erased"):
+        make(folder=folder, features=Erased(config.features, 1 << 24)).run_once(serving, PERIOD)
+    assert list(config.features.iterdir()) == []
+    assert json.loads((folder / "00001" / "outcome.json").read_text())["result"] == "refused"
+
+
+def test_what_is_erased_while_a_run_collects_is_not_kept_by_it(
+    make: Make, serving: DrafterVersion, traffic: Traffic, tmp_path: Path
+) -> None:
+    config = RetrainConfig(folder=tmp_path / "home")
+
+    def events() -> list[Any]:
+        config.forget_tokens()
+        return traffic.events
+
+    with pytest.raises(TrainingError, match="what it learns from was erased"):
+        make(folder=config.runs / "target", events=events).run_once(serving, PERIOD)
+    assert not (config.runs / "target" / "00001" / RUN_DATA).exists()
+
+
+def test_a_full_disk_ends_no_run_for_good(make: Make, serving: DrafterVersion) -> None:
+    class Full(MemoryStore):
+        def put(self, *arguments: Any) -> None:
+            raise OSError(28, "No space left on device", "state.pt.partial")
+
+    with pytest.raises(OSError, match="No space left"):
+        make(features=Full(1 << 20)).run_once(serving, PERIOD)
+    begun: list[tuple[Period, bool]] = []
+    outcome = make().run_once(serving, Period(0.0, "another reason"), begins=lambda *run: begun.append(run))
+    assert outcome.version is not None
+    assert begun == [(PERIOD, True)]

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor
 
 from redraft.engine.drafters.dflash_checkpoint import DFlashConfig, load
@@ -152,15 +153,41 @@ def test_a_damaged_state_is_named(start: Callable[..., Run], tmp_path: Path) -> 
             start("run", steps=3).trainer.resume()
 
 
-def test_a_damaged_log_is_named_and_left_as_it_is(start: Callable[..., Run], tmp_path: Path) -> None:
-    start("run", steps=3).trainer.run()
+def test_a_damaged_log_costs_its_own_lines_and_no_training(start: Callable[..., Run], tmp_path: Path) -> None:
+    start("run", steps=3, log_every=1, save_every=2).trainer.run()
     file = tmp_path / "run" / "log.jsonl"
-    file.write_text("{nonsense\n")
-    again = start("run", steps=3).trainer
+    first, *rest = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + b'{"step": \xff\n' + b"".join(rest))
+    again = start("run", steps=3, log_every=1, save_every=2).trainer
     again.resume()
-    with pytest.raises(TrainingError, match=r"log\.jsonl is damaged"):
-        again.run()
-    assert file.read_text() == "{nonsense\n"
+    again.run()
+    assert file.read_bytes() == first
+
+
+def test_a_full_disk_is_told_with_the_file_and_leaves_no_part_of_it(
+    start: Callable[..., Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: object, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+    run = start("run", steps=3)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(OSError, match="is the disk full") as error:
+            run.trainer.run()
+    assert error.value.filename == str(tmp_path / "run" / "state.pt.partial")
+    assert not list((tmp_path / "run").glob("*.partial"))
+
+    def full_too(self: object, folder: Path, card: str) -> None:
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(type(run.strategy.model), "save", full_too)
+    with pytest.raises(OSError, match="is the disk full") as error:
+        start("other", steps=3).trainer.run()
+    assert not list((tmp_path / "other").glob("*.partial"))
 
 
 def test_a_run_is_not_resumed_with_another_recipe(start: Callable[..., Run]) -> None:
