@@ -43,7 +43,7 @@ def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
     if as_json:
         print(json.dumps([_summary(shelf, entered) for entered in versions]))
         return
-    table = _table("version", "kind", "state", "created", "parent", "tau", "why")
+    table = _table("version", "kind", "state", "created", "parent", "accept length", "why")
     for entered in versions:
         record = entered.record
         table.add_row(
