@@ -30,7 +30,8 @@ FILE_BYTES = 1 << 20
 REMEMBERED = 1024
 """Sessions whose last turn is kept in memory, so that the next one is written without reading their file."""
 
-_NAME = f"{'?' * 16}.{'?' * 12}"
+_CREATED = "[0-9]" * 12
+_NAME = f"{'[0-9a-f]' * 16}.{_CREATED}"
 _HEAD = struct.Struct("<II")
 _ID = re.compile(r"[0-9a-f]{40}")
 _LEVEL = 6
@@ -191,7 +192,7 @@ class LocalContextStore:
 
     def _files(self, tenant: str, key: str) -> list[Path]:
         """A session's files, oldest first."""
-        return sorted((self._folder / _tenant_key(tenant) / key[:2]).glob(f"{key}.{'?' * 12}"))
+        return sorted((self._folder / _tenant_key(tenant) / key[:2]).glob(f"{key}.{_CREATED}"))
 
     def _new(self, context: TurnContext, id_: str) -> Path:
         folder = self._folder / _tenant_key(context.tenant) / id_[:2]

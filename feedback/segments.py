@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import struct
 import time
 import zlib
@@ -26,6 +27,7 @@ from redraft.feedback.events import START, Cursor, Event
 from redraft.feedback.metrics import CaptureMetrics
 
 SUFFIX = ".seg"
+LOCK = "lock"
 SEGMENT_BYTES = 16 << 20
 MAX_FRAME_BYTES = 64 << 20
 READ_AT_ONCE = 1000
@@ -33,6 +35,7 @@ SYNC_SECONDS = 5.0
 ROTATE_SECONDS = 86_400.0
 """A segment takes no more events after this long, so that those of little traffic expire too."""
 
+_NAME = re.compile(rf"[0-9]{{12}}{re.escape(SUFFIX)}")
 _HEAD = struct.Struct("<II")
 _ERASED = b"\xc0"
 _ENCODER = msgspec.msgpack.Encoder()
@@ -213,6 +216,13 @@ class SegmentLog:
                 total += self._path(number).stat().st_size
         return total
 
+    def strays(self) -> list[str]:
+        """Names of what is in the folder and no part of the log, which passes it over."""
+        if not self._folder.is_dir():
+            return []
+        with os.scandir(self._folder) as entries:
+            return sorted(entry.name for entry in entries if entry.name != LOCK and not _is_segment(entry))
+
     def _decode(self, frame: _Frame) -> Event | None:
         if frame.payload.startswith(_ERASED):
             return None
@@ -246,14 +256,15 @@ class SegmentLog:
     def _segments(self) -> list[int]:
         if not self._folder.is_dir():
             return []
-        return sorted(int(path.stem) for path in self._folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+        with os.scandir(self._folder) as entries:
+            return sorted(int(entry.name.removesuffix(SUFFIX)) for entry in entries if _is_segment(entry))
 
     def _acquire(self) -> None:
         """Become the log's writer."""
         if self._lock is not None:
             return
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self._folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -324,6 +335,10 @@ class SegmentLog:
         assert self._file is not None
         os.fdatasync(self._file)
         self._synced = time.monotonic()
+
+
+def _is_segment(entry: os.DirEntry[str]) -> bool:
+    return _NAME.fullmatch(entry.name) is not None and entry.is_file()
 
 
 def _rest(path: Path, offset: int) -> bytes:

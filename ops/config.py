@@ -23,6 +23,7 @@ from redraft.gateway.config import GatewayConfig
 from redraft.ops.errors import UsageError
 from redraft.retrain.gate.config import GateConfig
 from redraft.retrain.loop_config import RetrainConfig
+from redraft.retrain.plain_yaml import NumberDumper, NumberLoader
 from redraft.retrain.traffic_config import TrafficConfig
 
 ENV_PREFIX = "REDRAFT_"
@@ -80,13 +81,13 @@ class Key:
     description: str
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(NumberLoader):
     """YAML without dates: a value that looks like one is text."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:timestamp"]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    for first, resolvers in NumberLoader.yaml_implicit_resolvers.items()
 }
 
 
@@ -112,7 +113,25 @@ def load_config(path: Path | None, environ: Mapping[str, str]) -> LoadedConfig:
     except ValidationError as error:
         names = dict.fromkeys(".".join(str(part) for part in e["loc"][:2]) for e in error.errors())
         raise ConfigError("\n".join(_explain(name, origins[name]) for name in names)) from None
-    return LoadedConfig(config, origins, path)
+    return LoadedConfig(_with_absolute_paths(config, origins, path), origins, path)
+
+
+def _with_absolute_paths(config: RedraftConfig, origins: Mapping[str, Origin], path: Path | None) -> RedraftConfig:
+    """A path in the file is meant from the file's folder, so that it is one place wherever a command is typed."""
+    sections: dict[str, BaseModel] = {}
+    for name in RedraftConfig.model_fields:
+        section: BaseModel = getattr(config, name)
+        found = {}
+        for key, value in section:
+            if isinstance(value, Path):
+                place = origins[f"{name}.{key}"].place
+                folder = path.parent if path and place.startswith(f"{path}:") else Path()
+                try:
+                    found[key] = (folder / value.expanduser()).absolute()
+                except RuntimeError:
+                    raise ConfigError(f"{place}: {name}.{key} is {value}; there is no such user's home") from None
+        sections[name] = section.model_copy(update=found)
+    return config.model_copy(update=sections)
 
 
 def keys() -> list[Key]:
@@ -140,7 +159,7 @@ def render(loaded: LoadedConfig) -> str:
 
 def dump(config: RedraftConfig) -> str:
     """The effective YAML alone, as ``load_config`` reads it back."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=NumberDumper, sort_keys=False)
 
 
 def reference() -> str:
@@ -153,8 +172,9 @@ def reference() -> str:
         "One YAML file per deployment (`--config FILE`, else `$REDRAFT_CONFIG`, else the defaults alone). It is",
         "strict: an unknown key, a wrong type or a value out of range is an error that names the line, the key and",
         "what is allowed. A variable `REDRAFT_<SECTION>__<KEY>` overrides the file, for example",
-        "`REDRAFT_GATEWAY__PORT=9000`; an unknown `REDRAFT_…` variable is an error too. `redraft config show` prints",
-        "what is in force, and from where.",
+        "`REDRAFT_GATEWAY__PORT=9000`; an unknown `REDRAFT_…` variable is an error too. A relative path in the file is",
+        "meant from the file's folder, in a variable from the present one. `redraft config show` prints what is in",
+        "force, and from where.",
     ]
     section = ""
     for key in keys():
@@ -168,7 +188,8 @@ def reference() -> str:
 
 
 def _inline(value: Any) -> str:
-    return yaml.safe_dump(value, width=10_000, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+    text = yaml.dump(value, Dumper=NumberDumper, width=10_000, default_flow_style=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _read_file(path: Path) -> dict[str, Origin]:

@@ -21,6 +21,7 @@ from redraft.gateway.server import AddressUnavailable, bind
 from redraft.ops.config import LoadedConfig, RedraftConfig, dump, load_config
 from redraft.ops.deployment import Deployment, State
 from redraft.ops.errors import CliError
+from redraft.ops.feedback import feedback_folder, start_recorder
 from redraft.ops.processes import identify
 from redraft.ops.supervisor import Service, Supervisor
 
@@ -39,6 +40,7 @@ def serve(loaded: LoadedConfig, deployment: Deployment, report: Callable[[State]
     me = identify(os.getpid())
     if me is None:
         raise CliError("a deployment needs Linux's /proc, which is not mounted here")
+    _check_folders(loaded.config)
     engine_socket = deployment.socket(loaded.config.engine.socket)
     engine_socket.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _lock_socket(engine_socket):
@@ -94,6 +96,17 @@ async def _silent_service(client: httpx.AsyncClient) -> Literal["engine", "gatew
     return None if status == HTTPStatus.OK else "gateway"
 
 
+def _check_folders(config: RedraftConfig) -> None:
+    """Refuse to keep things where something else than a folder is; a folder that only fails later stops nothing."""
+    kept = {"retrain.folder": config.retrain.home}
+    if config.feedback.enabled:
+        kept["feedback.folder"] = feedback_folder(config)
+    for key, folder in kept.items():
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        if not nearest.is_dir():
+            raise CliError(f"{key} is {folder}, but {nearest} is no folder; name one, which is made if need be")
+
+
 def _lock_socket(engine_socket: Path) -> BinaryIO:
     """Hold the engine's socket for one deployment; what holds it is an open file, so it goes with its process."""
     lock = engine_socket.with_name(engine_socket.name + ".lock").open("wb")
@@ -142,7 +155,6 @@ def run_gateway(config_path: Path, listen_fd: int) -> None:
     from redraft.engine.embedded.client import EmbeddedEngine
     from redraft.gateway.app import create_app
     from redraft.gateway.server import serve
-    from redraft.ops.feedback import start_recorder
 
     config, engine_socket = _effective(config_path)
     model = resolve(config.engine.model)

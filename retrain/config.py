@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from yaml.constructor import ConstructorError
 
 from redraft.retrain.errors import TrainingError
+from redraft.retrain.plain_yaml import NumberLoader
 
 
 class TrainConfig(BaseModel):
@@ -64,7 +65,7 @@ class TrainConfig(BaseModel):
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Of computation; weights are kept in fp32.")
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class _UniqueKeys(NumberLoader):
     """Refuses a key that is given twice, of which YAML's loader would take the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

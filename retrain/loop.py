@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -268,8 +269,12 @@ class _Begun(Struct, frozen=True):
 _BEGUN = "run.json"
 
 
+def _runs(folder: Path) -> Iterator[Path]:
+    return (each for each in folder.iterdir() if re.fullmatch("[0-9]{5,}", each.name) and each.is_dir())
+
+
 def _begin(folder: Path, serving: DrafterVersion, period: Period) -> _Run:
-    number = 1 + max((int(each.name) for each in folder.iterdir() if each.name.isdigit()), default=0)
+    number = 1 + max((int(each.name) for each in _runs(folder)), default=0)
     run = folder / f"{number:05d}"
     run.mkdir()
     replace(run / _BEGUN, msgspec.json.encode(_Begun(serving, period)))
@@ -278,7 +283,7 @@ def _begin(folder: Path, serving: DrafterVersion, period: Period) -> _Run:
 
 def _unfinished(folder: Path, serving: DrafterVersion) -> _Run | None:
     """The last run if it was stopped; one without data, or from another version, is of no use any more."""
-    last = max((each for each in folder.iterdir() if each.name.isdigit()), default=None)
+    last = max(_runs(folder), default=None)
     if last is None or (last / OUTCOME).exists() or not (last / _BEGUN).exists():
         return None
     try:

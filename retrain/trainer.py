@@ -25,6 +25,7 @@ from redraft.retrain.features import Captured
 from redraft.retrain.files import replace
 from redraft.retrain.journal import Journal
 from redraft.retrain.losses import LossTerms
+from redraft.retrain.optimizer import adamw
 from redraft.retrain.provenance import Provenance
 from redraft.retrain.replay import Drafting, walk
 from redraft.retrain.saving import written
@@ -121,7 +122,7 @@ class Trainer:
         self._device = self._parameters[0].device
         decayed = [parameter for parameter in self._parameters if parameter.dim() > 1]
         others = [parameter for parameter in self._parameters if parameter.dim() <= 1]
-        self._optimizer = torch.optim.AdamW(
+        self._optimizer = adamw(
             [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.learning_rate,
             betas=BETAS,

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from redraft.ops.demo.results import Result
     from redraft.ops.demo.story import Story
 
+GATE_REPORT = "gate-report"
+
 app = typer.Typer(help="See the loop at work on this machine.", no_args_is_help=True)
 
 TITLES = {
@@ -40,7 +42,9 @@ def main() -> None:
 
 @app.command()
 def drift(
-    out: Annotated[Path, typer.Option(help="Folder for result.json and drift.png.")] = Path("demo-drift"),
+    out: Annotated[Path, typer.Option(help="Folder for drift.png, result.json and the gate's report.")] = Path(
+        "demo-drift"
+    ),
     fast: Annotated[bool, typer.Option(help="Fewer and shorter sessions, the same parts.")] = False,
 ) -> None:
     """Let an agent's traffic drift, and watch its drafter recover.
@@ -51,12 +55,13 @@ def drift(
     """
     from redraft.ops.demo.plot import draw
     from redraft.ops.demo.summary import sentences
+    from redraft.retrain.gate.writing import PAGE
 
     out.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True, highlight=False)
     try:
-        with _display(console) as show:
-            result = asyncio.run(_play(fast, show))
+        with display(console) as show:
+            result = asyncio.run(_play(fast, out, show))
     except (KeyboardInterrupt, asyncio.CancelledError):
         raise CliError("interrupted; nothing was left running") from None
     (out / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
@@ -64,12 +69,14 @@ def drift(
     for sentence in sentences(result):
         print(sentence, end="\n\n")
     print(f"{out / 'drift.png'} shows it; the numbers are in {out / 'result.json'}")
+    if (page := out / GATE_REPORT / PAGE).exists():
+        print(f"Why the gate decided so is in {page}")
     if result.run.outcome != "promoted":
         raise typer.Exit(1)
 
 
 class _Display:
-    """Progress bars on a terminal, lines elsewhere."""
+    """A line a part, and on a terminal progress bars."""
 
     def __init__(self, console: Console, bars: Progress) -> None:
         self._console = console
@@ -78,11 +85,11 @@ class _Display:
         self.stopped = False
 
     def tell(self, text: str) -> None:
-        self._console.print(text, markup=False, style="dim")
+        self._console.print(text, markup=False, style="dim", soft_wrap=True)
 
     def tick(self, phase: str, done: int, wanted: int, tau: float | None) -> None:
         title = TITLES.get(phase, phase)
-        self.progress(done, wanted, f"{title}: {tau:.2f} tokens a pass" if tau else title, key=phase)
+        self.progress(done, wanted, f"{title}: accept length {tau:.2f}" if tau else title, key=phase)
 
     def progress(self, step: int, steps: int, text: str, key: str | None = None) -> None:
         """Raises `Stopped` once the demo is: threads that compute cannot be ended otherwise."""
@@ -91,59 +98,66 @@ class _Display:
         key = key or text.split()[0]
         if key not in self._tasks:
             self._tasks[key] = self._bars.add_task(text, total=steps)
-            if not self._console.is_terminal:
-                self.tell(text)
         self._bars.update(self._tasks[key], completed=step, total=steps, description=text)
 
 
 @contextmanager
-def _display(console: Console) -> Iterator[_Display]:
+def display(console: Console) -> Iterator[_Display]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
         yield _Display(console, bars)
 
 
-async def _play(fast: bool, show: _Display) -> Result:
+async def _play(fast: bool, out: Path, show: _Display) -> Result:
     from redraft.ops.demo.story import FAST, FULL, play
 
+    plan = FAST if fast else FULL
+
     async def conclude(story: Story) -> Result:
-        return await _conclude(story, fast, began, show)
+        return await _conclude(story, fast, out, began, show)
 
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    show.tell(f"This takes about {plan.minutes} minutes on two cores, in nine parts; Ctrl-C ends it at any time")
     began = time.time()
     try:
-        return await play(FAST if fast else FULL, show.tell, show.tick, show.progress, conclude)
+        return await play(plan, show.tell, show.tick, show.progress, conclude)
     except asyncio.CancelledError:
         show.stopped = True
         raise
 
 
-async def _conclude(story: Story, fast: bool, began: float, show: _Display) -> Result:
+async def _conclude(story: Story, fast: bool, out: Path, began: float, show: _Display) -> Result:
     from redraft.ops.demo import finale
-    from redraft.ops.demo.results import Result, phase_row, session_rows
+    from redraft.ops.demo.results import Result, phase_rows, session_rows
 
     assert story.run is not None
     assert story.signal is not None
+    finale.keep_report(story, out / GATE_REPORT)
+    show.tell("7. Answers are given again without any drafter, to see that none of them changed")
     checked, violations = await finale.lossless(story, 6 if fast else 20, show.progress)
     old, serving = finale.bundled_folder(story), story.serving()
     judged = poisoned = new = None
     if story.run.outcome == "promoted" and serving is not None:
         new = story.registry.path(serving)
         target = await asyncio.to_thread(finale.frozen_target, story)
+        show.tell("8. The answers of the last sessions are replayed through the old and the new drafter")
         judged = await asyncio.to_thread(finale.judged, story, old, new, target, 10 if fast else 20, show.progress)
+        show.tell("9. The gate is offered a poisoned candidate")
         with TemporaryDirectory(prefix="redraft-") as work:
             poisoned = await finale.offer_poisoned(story, old, new, target, Path(work), show.progress)
-    phases = [phase_row(story, phase) for phase in story.phases]
+    phases = list(phase_rows(story))
     estimate = story.signal.estimate
     first = phases[0].started
     return Result(
         fast=fast,
+        began=first,
         seconds=time.time() - began,
         rewritten_at=next(row.started for row in phases if row.name == "drift") - first,
         detected_at=story.signal.time - first,
+        gate_at=story.run.judged_from - first if story.run.judged_from else None,
         swapped_at=next((row.started - first for row in phases if row.name == "recovered"), None) if new else None,
         drift={
             "effect": estimate.effect,

@@ -48,7 +48,7 @@ def list_versions(config: ConfigPath = None, as_json: AsJson = False) -> None:
         if difference:
             console(stderr=True).print(difference, markup=False)
         return
-    table = _table("version", "kind", "state", "created", "parent", "tau", "why")
+    table = _table("version", "kind", "state", "created", "parent", "accept length", "why")
     for entered in versions:
         record = entered.record
         table.add_row(

@@ -91,8 +91,8 @@ def _say(console: Console, status: DriftStatus, signals: list[DriftSignal]) -> N
 
 def _table(status: DriftStatus) -> Table:
     table = Table(
-        "tenant", "agent", "context", "mode", "drafter", "sessions", "tau", "expected", "change (95 %)", "state",
-        "since", box=None,
+        "tenant", "agent", "context", "mode", "drafter", "sessions", "accept length", "expected", "change (95 %)",
+        "state", "since", box=None,
     )  # fmt: skip
     table.pad_edge = False
     for row in status.strata:
@@ -115,7 +115,7 @@ def _row(row: StratumStatus) -> tuple[str, ...]:
     return (
         *where,
         f"{row.drafter.kind}:{row.drafter.id[:8]}",
-        str(row.sessions),
+        str(row.sessions or "-"),
         f"{length.tau:.2f} ({length.committed}/{length.verify_steps})" if length.tau is not None else "-",
         f"{row.reference_tau:.2f}" if row.reference_tau is not None else "-",
         str(row.estimate) if row.estimate else "-",

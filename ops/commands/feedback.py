@@ -47,14 +47,18 @@ def status(config: ConfigPath = None) -> None:
     print(f"folder: {feedback_folder(settings)}{'' if settings.feedback.enabled else ' (feedback.enabled is off)'}")
     print(f"answers: {turns.total()} ({_listed(turns)}), of {len(sessions)} sessions, {len(baseline)} of them baseline")
     print(f"spans: {spans.total()} ({_listed(spans)})")
-    print(f"accept length: {length.committed} tokens / {length.verify_steps} verify steps")
+    tau = f"{length.tau:.2f} " if length.tau is not None else ""
+    print(f"accept length: {tau}({length.committed} tokens / {length.verify_steps} verify steps)")
     if first <= last:
         print(f"from {moment(first)} to {moment(last)}")
     feedback = settings.feedback
-    print(f"events: {log.size()} bytes; tokens: {open_contexts(settings).size()} bytes; at most {feedback.max_bytes}")
+    taken = f"events take {_size(log.size())}, tokens {_size(open_contexts(settings).size())}"
+    print(f"{taken}, and they may {_size(feedback.max_bytes)}")
     print(f"kept for {feedback.retention_days:g} days")
     if log.unknown:
         print(f"of a later version, passed over: {log.unknown} events")
+    if strays := log.strays():
+        print(f"no part of the log, passed over: {', '.join(strays)}")
     for damage in log.damaged:
         print(damage)
 
@@ -65,9 +69,15 @@ def show(
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the last events.")] = 20,
 ) -> None:
     """List the last events."""
+    settings = in_force(config)[0]
+    events = open_log(settings).tail(lines)
+    if not events:
+        off = "" if settings.feedback.enabled else "; but feedback.enabled is off"
+        print(f"Nothing is kept in {feedback_folder(settings)} yet. Answers of a running gateway are: redraft up{off}")
+        return
     table = Table("time", "event", "tenant", "agent", "session", "drafter", "tokens", "accept length", box=None)
     table.pad_edge = False
-    for event in open_log(in_force(config)[0]).tail(lines):
+    for event in events:
         table.add_row(*_row(event))
     console(least=WIDTH).print(table)
 
@@ -119,6 +129,17 @@ def _row(event: Event) -> tuple[str, ...]:
     named = " ".join(f"{drafter.kind}:{drafter.id[:8]}" for drafter in drafters) or "-"
     pace = f"{committed}/{steps}"
     return moment(event.time), what, origin.tenant, origin.agent_type, origin.session, named, where, pace
+
+
+def _size(count: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    units = iter(("bytes", "KiB", "MiB", "GiB"))
+    unit = next(units)
+    for larger in units:
+        if count < 1024:
+            break
+        count, unit = count / 1024, larger
+    return f"{count:.{0 if unit == 'bytes' else 1}f} {unit}"
 
 
 def _listed(counts: Counter[str]) -> str:

@@ -102,7 +102,7 @@ def export(
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("drafter", "source", "block length", "tau", "committed", "verify steps", "hazard")
+    table = Table("drafter", "source", "block length", "accept length", "committed", "verify steps", "hazard")
     for row in rows:
         hazard = " ".join("-" if value is None else f"{value:.2f}" for value in row["hazard"])
         tau = "-" if row["tau"] is None else f"{row['tau']:.3f}"

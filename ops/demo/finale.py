@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from redraft.retrain.frozen import FrozenTarget, load_target
 from redraft.retrain.gate.judge import judge
 from redraft.retrain.gate.poisoned import deepened
 from redraft.retrain.gate.seen import TrainingRecord
+from redraft.retrain.gate.writing import PAGE
+from redraft.retrain.loop import REPORT
 from redraft.retrain.paradigms.kinds import load_model
 from redraft.retrain.replay import ModelReplay, replay
 from redraft.retrain.traffic import TrafficData, collect, with_later_gate
@@ -82,15 +85,23 @@ def judged(story: Story, old: Path, new: Path, target: FrozenTarget, sessions: i
     answers = answers_of(story, "recovered")
     samples = samples_of({id_: answers[id_] for id_ in spread(list(answers), sessions)})
     length = story.served.config.engine.block_size - 1
-    totals = []
+    by_drafter: list[dict[str, AcceptLength]] = []
     for done, folder in enumerate((old, new)):
         drafting = drafting_of(folder, target)
-        total = AcceptLength()
+        found: dict[str, AcceptLength] = {}
         for number, replayed in enumerate(replay(samples, drafting, [length]), 1):
-            total += replayed.counts[length].length
+            session = replayed.sample.session
+            found[session] = found.get(session, AcceptLength()) + replayed.counts[length].length
             progress(done * len(samples) + number, 2 * len(samples), "replaying unseen requests through both drafters")
-        totals.append(total)
-    return Judged(sessions=len({sample.session for sample in samples}), old=totals[0], new=totals[1])
+        by_drafter.append(found)
+    under_old, under_new = by_drafter
+    names = {id_: name for phase in story.phases if phase.name == "recovered" for name, id_ in phase.sessions.items()}
+    return Judged(
+        sessions=len(under_old),
+        old=sum(under_old.values(), AcceptLength()),
+        new=sum(under_new.values(), AcceptLength()),
+        old_by_session={names[id_]: length for id_, length in under_old.items()},
+    )
 
 
 def drafting_of(folder: Path, target: FrozenTarget) -> ModelReplay:
@@ -152,7 +163,7 @@ async def offer_poisoned(
         seen=TrainingRecord.of([*data.train, *data.replay, *data.validation]),
         block_length=story.served.config.engine.block_size - 1,
         config=story.served.config.gate,
-        progress=progress,
+        progress=lambda step, steps, text: progress(step, steps, f"poisoned candidate: {text}"),
     )
     return Refused(
         poison=f"the new drafter with {DEAD_LAYERS} layers more that do nothing but take time",
@@ -160,6 +171,12 @@ async def offer_poisoned(
         rule=report.verdict.rule,
         reason=report.verdict.reason,
     )
+
+
+def keep_report(story: Story, folder: Path) -> None:
+    """Copy the page that the gate wrote of the run's candidate, and its plots, if it wrote one."""
+    for page in story.served.config.retrain.runs.glob(f"*/*/{REPORT}/{PAGE}"):
+        shutil.copytree(page.parent, folder, dirs_exist_ok=True)
 
 
 def run_data(story: Story, traffic: TrafficConfig) -> TrafficData:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -25,9 +27,10 @@ class SessionRow(Struct, frozen=True, kw_only=True):
 
 
 class PhaseRow(Struct, frozen=True, kw_only=True):
-    """A phase's sums; times since the epoch, milliseconds a token over its requests."""
+    """A phase's sums; times since the epoch, milliseconds a token over its requests, of so many agents at once."""
 
     name: str
+    agents: int
     started: float
     ended: float
     sessions: int
@@ -41,11 +44,15 @@ class PhaseRow(Struct, frozen=True, kw_only=True):
 
 
 class Judged(Struct, frozen=True, kw_only=True):
-    """The same answers of sessions that nothing was trained on, under the old and the new drafter."""
+    """The same answers of sessions that nothing was trained on, replayed under the old and the new drafter.
+
+    ``old_by_session`` is by the name that a session had.
+    """
 
     sessions: int
     old: AcceptLength
     new: AcceptLength
+    old_by_session: dict[str, AcceptLength] = {}
 
 
 class Refused(Struct, frozen=True, kw_only=True):
@@ -58,12 +65,17 @@ class Refused(Struct, frozen=True, kw_only=True):
 
 
 class Result(Struct, frozen=True, kw_only=True):
-    """Times in seconds since the story began; ``lossless`` are answers given again without a drafter."""
+    """Times in seconds since the story began, ``began`` since the epoch.
+
+    ``lossless`` are answers given again without a drafter.
+    """
 
     fast: bool
+    began: float
     seconds: float
     rewritten_at: float
     detected_at: float
+    gate_at: float | None
     swapped_at: float | None
     drift: dict[str, Any]
     run: Run
@@ -78,11 +90,18 @@ class Result(Struct, frozen=True, kw_only=True):
     sessions: list[SessionRow]
 
 
-def phase_row(story: Story, phase: Phase) -> PhaseRow:
+def phase_rows(story: Story) -> Iterator[PhaseRow]:
+    """Stretches of one name, such as drift before it was noticed and after, are one phase."""
+    for _, stretches in itertools.groupby(story.phases, lambda phase: phase.name):
+        yield _phase_row(story, functools.reduce(Phase.__add__, stretches))
+
+
+def _phase_row(story: Story, phase: Phase) -> PhaseRow:
     length = story.watch.length(phase.sessions)
     tpot = phase.tpot()
     return PhaseRow(
         name=phase.name,
+        agents=phase.agents,
         started=phase.started,
         ended=phase.ended,
         sessions=len(phase.sessions),

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from redraft.engine.checkpoints import identity, resolve
 from redraft.engine.types import DrafterVersion
@@ -28,6 +29,7 @@ from redraft.ops.demo.watch import Watch
 from redraft.ops.errors import CliError
 from redraft.ops.feedback import open_log
 from redraft.retrain.data.conversation import Conversation
+from redraft.retrain.gate.report import ANCHORS, NEW_TRAFFIC
 from redraft.retrain.registry.pointers import FilePointerStore
 from redraft.retrain.registry.registry import open_registry
 from redraft.retrain.trainer import Progress
@@ -41,7 +43,8 @@ OUTCOMES = {0: "promoted", 10: "refused", 11: "inconclusive", 12: "too little to
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """How long each part is, in sessions; ``turns`` are the most that a session asks for.
+    """How long each part is, in sessions; ``turns`` are the most that a session asks for. On two cores all of it takes
+    about so many ``minutes``.
 
     ``before`` is at least what a reference takes to be learnt, ``drift`` the most to wait for a signal, ``collect``
     what is served from there until training begins, ``judged`` how many sessions of families that nothing is trained on
@@ -50,6 +53,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     otherwise than usual, ``settings`` the deployment's.
     """
 
+    minutes: int
     agents: int = 2
     agents_training: int = 1
     turns: int
@@ -65,6 +69,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
 
 FULL = Plan(
+    minutes=15,
     turns=3,
     max_tokens=MAX_TOKENS,
     think_training=2.0,
@@ -80,6 +85,7 @@ FULL = Plan(
     },
 )
 FAST = Plan(
+    minutes=8,
     turns=1,
     max_tokens=48,
     think_training=2.0,
@@ -102,6 +108,7 @@ class Phase(Struct, kw_only=True):
     """A stretch of traffic; times since the epoch. ``sessions`` are ids of conversations by the names they had."""
 
     name: PhaseName
+    agents: int
     started: float
     ended: float = 0.0
     sessions: dict[str, str] = {}
@@ -119,13 +126,18 @@ class Phase(Struct, kw_only=True):
         cuts = quantiles(found, n=20, method="inclusive")
         return cuts[9], cuts[18]
 
+    def __add__(self, later: Phase) -> Phase:
+        """Both as one stretch."""
+        return replace(self, ended=later.ended, sessions=self.sessions | later.sessions, turns=self.turns + later.turns)
+
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One `redraft retrain run --once`; ``said`` is the end of what it printed."""
+    """One `redraft retrain run --once`; ``said`` is the end of what it printed, ``judged_from`` since the epoch."""
 
     outcome: str
     seconds: float
     said: str
+    judged_from: float | None = None
 
 
 Tell = Callable[[str], None]
@@ -166,14 +178,22 @@ class Story:
         """
         plan = self.plan
         old, new = before(), after()
+        self._tell(f"1. The agent as it was: {plan.before} sessions, to learn what accept length to expect")
         await self.serve("before", old, plan.before, until=lambda: False)
         if not self.watch.watching:
             raise CliError(f"no reference was learnt in {plan.before} sessions; see the deployment's own logs")
         new_traffic = iter(new)
+        self._tell(f"2. The agent is rewritten: sessions until drift is noticed, {plan.drift} at most")
         await self.serve("drift", new_traffic, plan.drift, until=lambda: self.signal is not None)
         if self.signal is None:
             raise CliError(f"{plan.drift} sessions after the rewrite drift was not detected")
+        estimate = self.signal.estimate
+        self._tell(
+            f"3. Drift is noticed: accept length {estimate.effect:+.0%} over {estimate.sessions} sessions; "
+            f"{plan.collect} sessions more are collected, to learn from"
+        )
         await self.serve("drift", new_traffic, plan.collect, until=lambda: False)
+        self._tell("4. A new drafter is trained on what was collected, while serving goes on")
         training = asyncio.create_task(self._retrain())
         try:
             await self.serve("training", new_traffic, len(new), until=training.done)
@@ -183,6 +203,7 @@ class Story:
             with suppress(asyncio.CancelledError):
                 await training
         if self.run.outcome == "promoted":
+            self._tell(f"6. The new drafter serves: {plan.judged} sessions of scenarios that nothing was trained on")
             await self.serve("recovered", evaluation(*CHANGES.values()), plan.judged, until=lambda: False)
 
     def serving(self) -> DrafterVersion | None:
@@ -193,7 +214,9 @@ class Story:
         self, name: PhaseName, sessions: Iterable[Conversation], most: int, until: Callable[[], bool]
     ) -> None:
         """Send sessions until ``until`` or the most; drift is looked for after each turn."""
-        phase = Phase(name=name, started=time.time())
+        paced = name in ("training", "recovered")
+        agents = self.plan.agents_training if paced else self.plan.agents
+        phase = Phase(name=name, agents=agents, started=time.time())
         self.phases.append(phase)
         earlier = sum(len(each.sessions) for each in self.phases)
         numbers = itertools.count(earlier)
@@ -211,11 +234,10 @@ class Story:
             self._look()
             self._tick(name, len(phase.sessions), most, self.watch.length(phase.sessions).tau)
 
-        paced = name in ("training", "recovered")
         await drive(
             self._client,
             named_sessions(),
-            concurrency=self.plan.agents_training if paced else self.plan.agents,
+            concurrency=agents,
             turns=self.plan.turns,
             think=self.plan.think_training if paced else self.plan.think,
             report=report,
@@ -240,6 +262,7 @@ class Story:
     async def _retrain(self) -> Run:
         """The loop's own command, which gives way to serving; it is stopped with this."""
         started = time.monotonic()
+        judged_from: float | None = None
         process = await asyncio.create_subprocess_exec(
             *self.served.command("retrain", "run", "--once"),
             env=dict(self.served.environment),
@@ -254,8 +277,12 @@ class Story:
             async for line in process.stdout:
                 text = line.decode(errors="replace").rstrip()
                 if count := _COUNT.fullmatch(text):
-                    self._progress(int(count[1]), int(count[2]), count[3])
-                else:
+                    judging = count[3] in (NEW_TRAFFIC, ANCHORS)
+                    if judging and judged_from is None:
+                        judged_from = time.time()
+                        self._tell("5. The gate replays sessions that training never saw through both drafters")
+                    self._progress(int(count[1]), int(count[2]), f"{'gate' if judging else 'training'}: {count[3]}")
+                elif not text.startswith("The report is "):  # in a folder that ends with the deployment
                     said.append(text)
                     self._tell(text)
             code = await process.wait()
@@ -265,13 +292,18 @@ class Story:
                 await process.wait()
         if code not in OUTCOMES:
             raise CliError(f"training failed: {said[-1].removeprefix('error: ') if said else f'status {code}'}")
-        return Run(outcome=OUTCOMES[code], seconds=time.monotonic() - started, said="\n".join(said[-20:]))
+        return Run(
+            outcome=OUTCOMES[code],
+            seconds=time.monotonic() - started,
+            said="\n".join(said[-20:]),
+            judged_from=judged_from,
+        )
 
 
 async def play(plan: Plan, tell: Tell, tick: Tick, progress: Progress, then: Callable[[Story], Awaitable[T]]) -> T:
     """Run the story in a deployment that begins and ends with it; ``then`` is called while it still runs."""
     with TemporaryDirectory(prefix="redraft-") as folder:
-        tell("starting a deployment of its own")
+        tell("A deployment of the demo's own is starting")
         async with deployed(Path(folder), plan.settings, plan.recipe) as served:
             story = Story(served, plan, tell, tick, progress)
             try:

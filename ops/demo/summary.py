@@ -10,13 +10,13 @@ from redraft.ops.demo.results import PhaseRow, Result
 
 def sentences(result: Result) -> Iterator[str]:
     """What happened, a paragraph each, in the order it happened."""
-    phases = {name: _joined([row for row in result.phases if row.name == name]) for name in ("before", "drift")}
-    old, new = phases["before"], phases["drift"]
+    old, new = (next(row for row in result.phases if row.name == name) for name in ("before", "drift"))
     if old.tau and new.tau:
         yield (
-            f"An agent's requests were served with the bundled drafter: each pass of the model produced {_of(old)} "
-            f"tokens, {_ms(old)}. Then the agent was rewritten: new prompt, new tool names, new form of tool results, "
-            f"several calls a step. The same drafter guessed worse: {_of(new)} tokens a pass, {_ms(new)}."
+            "An agent's requests were served with the bundled drafter. Accept length, the tokens that a verify step of "
+            f"the model commits, was {_of(old)}; a token took {_ms(old)}. Then the agent was rewritten: new prompt, "
+            "new tool names, new form of tool results, several calls a step. The same drafter guessed worse: until "
+            f"training began, accept length was {_of(new)}; a token took {_ms(new)}."
         )
     drift = result.drift
     yield (
@@ -32,9 +32,9 @@ def sentences(result: Result) -> Iterator[str]:
         before, after = result.judged.old, result.judged.new
         gain = before.verify_steps / after.verify_steps - 1
         yield (
-            f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter would have produced "
-            f"{_length(before)} tokens a pass and the new one {_length(after)}, {gain:+.0%}, for "
-            "the very same answers. These requests are of other scenarios: the two compare with each other alone."
+            f"On {result.judged.sessions} sessions that nothing was trained on, the old drafter's accept length would "
+            f"have been {_length(before)} and the new one's {_length(after)}, {gain:+.0%}, for the very same answers. "
+            "These requests are of other scenarios: the two compare with each other alone."
         )
     poisoned = result.poisoned
     if poisoned is not None:
@@ -50,24 +50,6 @@ def sentences(result: Result) -> Iterator[str]:
     )
 
 
-def _joined(rows: list[PhaseRow]) -> PhaseRow:
-    length = AcceptLength(sum(row.committed for row in rows), sum(row.verify_steps for row in rows))
-    first = rows[0]
-    return PhaseRow(
-        name=first.name,
-        started=first.started,
-        ended=rows[-1].ended,
-        sessions=sum(row.sessions for row in rows),
-        requests=sum(row.requests for row in rows),
-        failed=sum(row.failed for row in rows),
-        committed=length.committed,
-        verify_steps=length.verify_steps,
-        tau=length.tau,
-        tpot_p50_ms=first.tpot_p50_ms,
-        tpot_p95_ms=first.tpot_p95_ms,
-    )
-
-
 def _of(row: PhaseRow) -> str:
     return _length(AcceptLength(row.committed, row.verify_steps))
 
@@ -77,7 +59,7 @@ def _length(length: AcceptLength) -> str:
 
 
 def _ms(row: PhaseRow) -> str:
-    return f"{row.tpot_p50_ms:.0f} ms a token" if row.tpot_p50_ms is not None else "too few to time"
+    return f"{row.tpot_p50_ms:.0f} ms (median request)" if row.tpot_p50_ms is not None else "too little to time"
 
 
 def _minutes(seconds: float) -> str:

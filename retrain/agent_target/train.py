@@ -22,6 +22,7 @@ from redraft.retrain.agent_target.prepared import Example, Prepared
 from redraft.retrain.agent_target.recipe import Recipe
 from redraft.retrain.data.errors import DataError
 from redraft.retrain.errors import TrainingError
+from redraft.retrain.optimizer import adamw
 from redraft.retrain.trainer import cosine_with_warmup
 
 _IGNORED = -100
@@ -41,7 +42,7 @@ def train(prepared: Prepared, base: Path, folder: Path, log: Log) -> dict[str, A
     model = load(base, device)
     loras = add_lora(model, recipe)
     parameters = [parameter for lora in loras.values() for parameter in (lora.lora_a, lora.lora_b)]
-    optimizer = torch.optim.AdamW(parameters, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = adamw(parameters, lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     epochs = [_batches(prepared.train, recipe, Random(f"{recipe.seed} {epoch}")) for epoch in range(recipe.epochs)]
     steps = sum(map(len, epochs))
     warmup = max(1, round(recipe.warmup_share * steps))

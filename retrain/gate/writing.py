@@ -52,14 +52,14 @@ def _lines(report: Report) -> Iterator[str]:
         return
     parts = [each for each in (report.new_traffic, report.anchors, report.looping) if each is not None]
     yield ""
-    yield f"| | sessions | tau old | tau new | goodput old | goodput new | change | {report.level:.1%} sure |"
+    yield f"| | sessions | accept length old | new | goodput old | new | change | {report.level:.1%} sure |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
     yield from map(_row, [*parts, *report.groups])
     yield ""
     yield (
-        "tau is committed tokens over verify steps, goodput committed tokens a second by the engine's cost table at "
-        f"{_count(int(report.config['sequences']), 'request')} in a pass and block length {report.block_length}. "
-        "Looping answers are in their own row and count for nothing."
+        "Accept length is committed tokens over verify steps, goodput committed tokens a second by the engine's cost "
+        f"table at {_count(int(report.config['sequences']), 'request')} in a pass and block length "
+        f"{report.block_length}. Looping answers are in their own row and count for nothing."
     )
     yield ""
     yield "| accepted at position | " + " | ".join(str(k) for k in range(1, report.block_length + 1)) + " |"

@@ -47,6 +47,16 @@ def open_files() -> list[str]:
     return [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
 
 
+def test_what_only_looks_like_a_segment_is_passed_over_by_name(tmp_path: Path) -> None:
+    log = SegmentLog(tmp_path)
+    log.append(make_events(3))
+    for name in ("²", "²" * 12 + ".seg", "7.seg", "000000000007.seg"):
+        (tmp_path / name).mkdir()
+    assert len(read_all(SegmentLog(tmp_path))) == 3
+    assert log.size() == sum(path.stat().st_size for path in segments(tmp_path) if path.is_file())
+    assert sorted(log.strays()) == ["000000000007.seg", "7.seg", "²", "²" * 12 + ".seg"]
+
+
 def test_what_is_appended_is_read_in_order_by_any_reader_at_any_pace(tmp_path: Path) -> None:
     log, reader = SegmentLog(tmp_path / "log", segment_bytes=1000), SegmentLog(tmp_path / "log")
     events = make_events(50)

@@ -71,6 +71,19 @@ def test_a_wrong_configuration_stops_every_command(
     )
 
 
+@pytest.mark.parametrize("key", ["FEEDBACK", "RETRAIN"])
+def test_a_folder_that_is_none_is_refused_at_start(
+    key: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (home / "file").write_text("")
+    for folder, what in (("/dev/null", "/dev/null"), (str(home / "file" / "below"), str(home / "file"))):
+        monkeypatch.setenv(f"REDRAFT_{key}__FOLDER", folder)
+        assert redraft(monkeypatch, "serve") == 1
+        assert capsys.readouterr().err == (
+            f"error: {key.lower()}.folder is {folder}, but {what} is no folder; name one, which is made if need be\n"
+        )
+
+
 def test_what_needs_a_running_deployment_says_how_to_start_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,13 +357,13 @@ def test_help_of_every_command_is_there() -> None:
 def test_commands_look_at_what_a_deployment_runs_with_whatever_its_file_says_since(home: Path) -> None:
     path = home / "redraft.yaml"
     path.write_text("feedback: {folder: new}\n")
-    assert in_force(path)[0].feedback.folder == Path("new")
+    assert in_force(path)[0].feedback.folder == home / "new"
     deployment = Deployment.of(load_config(path, {}))
     lock = deployment.lock()
     assert lock is not None
-    deployment.effective_config.write_text("feedback: {folder: old}\n")
+    deployment.effective_config.write_text("feedback: {folder: /old}\n")
     try:
         config, running = in_force(path)
     finally:
         os.close(lock)
-    assert (config.feedback.folder, running) == (Path("old"), True)
+    assert (config.feedback.folder, running) == (Path("/old"), True)

@@ -42,9 +42,35 @@ def test_a_variable_names_the_file_unless_the_command_does(tmp_path: Path) -> No
 
 
 def test_what_is_dumped_is_what_is_loaded(tmp_path: Path) -> None:
-    text = "gateway: {port: 0, session_idle_seconds: 0.5}\nengine: {socket: /tmp/x y.sock, model: '123'}"
+    text = "gateway: {port: 0, session_idle_seconds: 0.5}\nengine: {socket: /tmp/x y.sock, model: '1e5'}"
     config = load_config(write(tmp_path, text), {}).config
     assert load_config(write(tmp_path, dump(config)), {}).config == config
+
+
+@pytest.mark.parametrize("text", ["1e-1", "1E-1", "+1.e-1", ".01e+1", "1.0e-1", "0.1"])
+def test_a_number_is_one_however_it_is_written(tmp_path: Path, text: str) -> None:
+    by_file = load_config(write(tmp_path, f"drift: {{effect_floor: {text}}}"), {})
+    by_variable = load_config(None, {"REDRAFT_DRIFT__EFFECT_FLOOR": text})
+    assert by_file.config.drift.effect_floor == by_variable.config.drift.effect_floor == 0.1
+
+
+def test_a_relative_path_is_meant_from_the_files_folder_and_in_a_variable_from_the_present_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    path = write(tmp_path, "retrain: {folder: drafters, recipe: ~/r.yaml}\nfeedback: {folder: /kept}")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in (path, Path("../redraft.yaml")):
+        config = load_config(name, {"REDRAFT_ENGINE__SOCKET": "e.sock"}).config
+        assert config.retrain.folder is not None
+        assert config.retrain.folder.resolve() == tmp_path / "drafters"
+        assert config.retrain.folder.is_absolute()
+        assert config.retrain.recipe == Path("/home/somebody/r.yaml")
+        assert config.feedback.folder == Path("/kept")
+        assert config.engine.socket == tmp_path / "elsewhere" / "e.sock"
+    with pytest.raises(ConfigError, match=r"RETRAIN__FOLDER: retrain.folder is ~nobody-here/x; there is no such"):
+        load_config(path, {"REDRAFT_RETRAIN__FOLDER": "~nobody-here/x"})
 
 
 @pytest.mark.parametrize(

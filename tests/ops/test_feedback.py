@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -147,4 +148,19 @@ def test_feedback_that_is_off_keeps_nothing_and_says_so(tmp_path: Path) -> None:
     assert "answers: 0" in status.stdout
     assert not (tmp_path / "redraft" / "feedback").exists()
     assert shell.run("feedback", "erase", "--tenant", "x").stdout == "Erased 0 events and the tokens of 0 turns\n"
-    assert shell.run("feedback", "show").returncode == 0
+    shown = shell.run("feedback", "show")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert re.fullmatch(
+        r"Nothing is kept in .*/feedback/.* yet\. .*redraft up; but feedback\.enabled is off\n", shown.stdout
+    )
+
+
+def test_what_is_no_part_of_the_log_is_named_and_sizes_are_for_people(tmp_path: Path) -> None:
+    events = tmp_path / "events"
+    for name in ("old.seg", "²", "²²²²²²²²²²²².seg", "000000000001.seg"):
+        (events / name).mkdir(parents=True)
+    (events / "000000000002.seg").write_bytes(bytes(3 << 19))
+    status = Shell(tmp_path, REDRAFT_FEEDBACK__FOLDER=str(tmp_path)).run("feedback", "status")
+    assert (status.returncode, status.stderr) == (0, "")
+    assert "events take 1.5 MiB, tokens 0 bytes, and they may 2.0 GiB" in status.stdout
+    assert "passed over: 000000000001.seg, old.seg, ²" in status.stdout

@@ -269,7 +269,8 @@ def test_a_run_that_cannot_go_on_is_given_up_and_the_next_begins_anew(make: Make
 
 def test_a_beginning_that_cannot_be_read_is_given_up(make: Make, serving: DrafterVersion) -> None:
     loop = make(events=list)
-    (loop.folder / "00001").mkdir(parents=True)
+    (loop.folder / "²").mkdir(parents=True)
+    (loop.folder / "00001").mkdir()
     (loop.folder / "00001" / "run.json").write_bytes(b"")
     assert loop.run_once(serving, PERIOD).result == "too little"
     assert (loop.folder / "00001" / "outcome.json").exists()

@@ -481,8 +481,8 @@ def test_a_recipe_is_strict_and_names_what_was_meant(tmp_path: Path) -> None:
     file.write_text("steps: five\n")
     with pytest.raises(TrainingError, match=r"steps: .*integer"):
         load_recipe(file)
-    file.write_text("steps: 5\n")
-    assert load_recipe(file, steps=None, seed=3) == TrainConfig(steps=5, seed=3)
+    file.write_text("steps: 5\nlearning_rate: 1e-3\n")
+    assert load_recipe(file, steps=None, seed=3) == TrainConfig(steps=5, seed=3, learning_rate=0.001)
     with pytest.raises(TrainingError, match="cannot be read"):
         load_recipe(tmp_path / "none.yaml")
 

@@ -73,3 +73,7 @@ def test_the_fast_story_ends_well(temporary: Path) -> None:
     old, new = (result["judged"][side] for side in ("old", "new"))
     assert new["committed"] / new["verify_steps"] > 1.15 * old["committed"] / old["verify_steps"]
     assert "Redraft noticed after" in done.stdout
+    assert (temporary / "out" / "gate-report" / "report.md").exists()
+    assert "gate-report/report.md" in done.stdout
+    told = [line[0] for line in done.stderr.splitlines() if line[:2].rstrip(".").isdigit()]
+    assert told == list("123456789")
