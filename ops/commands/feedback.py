@@ -92,8 +92,8 @@ def erase(
 ) -> None:
     """Forget what was kept of a tenant, or of one session: events and tokens.
 
-    Features that training keeps, and the data of a run, go whosever they are: one under way gives up. It may run beside a
-    gateway; answers that end later are kept again.
+    Features that training keeps, and the data of a run, go whosever they are; one under way gives up. It may run beside
+    a gateway; answers that end later are kept again.
     """
     settings = in_force(config)[0]
     names = None if session is None else {session, session_hash(tenant, session)}
