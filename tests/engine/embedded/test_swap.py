@@ -259,7 +259,11 @@ def test_an_idle_prefix_gets_the_new_versions_draft_kv_piece_by_piece(
     assert starts == [(NEWER, sequence.length - PREFILL_ROWS), (NEWER, 0)]
     assert torch.equal(core._kv, target_kv)
     assert swapped.kv is not None
-    torch.testing.assert_close(swapped.kv[:, kept], expected, atol=0.02, rtol=0.02)
+    found = swapped.kv[:, kept]
+    if invariant:
+        torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    error = (found - expected).float().abs().mean()
+    assert error < 0.01 * expected.float().abs().mean(), "in tolerant mode a few features may differ by more"
     assert expected.abs().mean() > 0.1
 
 
