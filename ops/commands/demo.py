@@ -120,7 +120,9 @@ async def _play(fast: bool, out: Path, show: _Display) -> Result:
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    show.tell(f"This takes about {plan.minutes} minutes on two cores, in nine parts; Ctrl-C ends it at any time")
+    show.tell(
+        f"This takes about {plan.minutes} minutes on two cores with bf16, in nine parts; Ctrl-C ends it at any time"
+    )
     began = time.time()
     try:
         return await play(plan, show.tell, show.tick, show.progress, conclude)
