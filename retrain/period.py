@@ -49,7 +49,5 @@ def latest_half(events: Iterable[Event]) -> Period:
         if isinstance(event, TurnEvent) and event.baseline:
             begun[event.origin.session] = min(event.time, begun.get(event.origin.session, event.time))
     starts = sorted(begun.values())
-    return Period(
-        starts[len(starts) // 2] if starts else 0.0,
-        "asked for, without a sign of drift: the later half",
-    )
+    since = starts[len(starts) // 2] if starts else 0.0
+    return Period(since, "asked for, without a sign of drift: the later half")

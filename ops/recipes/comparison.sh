@@ -7,7 +7,7 @@
 #   ops/recipes/comparison.sh WORK [STEPS]
 set -euo pipefail
 work=${1:?the folder to work in}
-steps=${2:-1000}
+steps=${2:-850}
 configs=$(cd "$(dirname "$0")/../../configs" && pwd)
 mkdir -p "$work/recipes" "$work/drafters"
 [ -e "$work/data/manifest.json" ] || redraft data generate "$work/data" --sampled 0

@@ -66,9 +66,11 @@ def make_drafter(
     """A drafter of random weights, of the kind that its version has."""
     makers = {"dflash": make_dflash, "eagle3": make_eagle3, "mtp": make_mtp}
 
-    def make(seed: int = 0, version: DrafterVersion = VERSION, **overrides: Any) -> Drafter:
+    def make(
+        seed: int = 0, version: DrafterVersion = VERSION, target: Target = tiny_target, **overrides: Any
+    ) -> Drafter:
         folder = makers[version.kind](tiny_checkpoint, seed=seed, **overrides)
-        return load_folder(folder, version, tiny_target, identity(tiny_checkpoint), SLOTS)
+        return load_folder(folder, version, target, identity(tiny_checkpoint), SLOTS)
 
     return make
 

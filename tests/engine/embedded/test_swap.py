@@ -232,13 +232,22 @@ def test_a_version_loaded_again_while_it_runs_is_the_one_that_runs(
 PROMPT = [(7 * index) % 250 for index in range(PREFILL_ROWS + 100)]
 
 
-@pytest.mark.parametrize("invariant", [True, False])
+@pytest.mark.parametrize(
+    ("invariant", "dtype"),
+    [(True, torch.bfloat16), (False, torch.bfloat16), (False, torch.float32)],
+    ids=["invariant", "tolerant", "tolerant, in fp32"],
+)
 def test_an_idle_prefix_gets_the_new_versions_draft_kv_piece_by_piece(
-    make_core: MakeCore, make_drafter: MakeDrafter, tiny_checkpoint: Path, tiny_target: Target, invariant: bool
+    make_core: MakeCore,
+    make_drafter: MakeDrafter,
+    tiny_checkpoint: Path,
+    tiny_target: Target,
+    invariant: bool,
+    dtype: torch.dtype,
 ) -> None:
     """And the target's K/V keeps its bits; in invariant mode because they come out again, without being put back."""
-    target = tiny_target if invariant else load_target(tiny_checkpoint, invariant=False)
-    original = make_drafter(version=NEWER)
+    target = tiny_target if invariant else load_target(tiny_checkpoint, dtype=dtype, invariant=False)
+    original = make_drafter(version=NEWER, target=target)
     core = make_core(original, target=target)
     run(core, [request("r", PROMPT)])
     (sequence,) = core.cache.idle()
@@ -246,8 +255,8 @@ def test_an_idle_prefix_gets_the_new_versions_draft_kv_piece_by_piece(
     assert original.kv is not None
     expected = original.kv[:, kept].clone()
 
-    swapped = make_drafter(version=NEWER)
-    core = make_core(make_drafter(seed=1), target=target)
+    swapped = make_drafter(version=NEWER, target=target)
+    core = make_core(make_drafter(seed=1, target=target), target=target)
     run(core, [request("r", PROMPT)])
     core.versions.add(swapped)
     core.activate(point(NEWER))
@@ -262,8 +271,10 @@ def test_an_idle_prefix_gets_the_new_versions_draft_kv_piece_by_piece(
     found = swapped.kv[:, kept]
     if invariant:
         torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     error = (found - expected).float().abs().mean()
-    assert error < 0.01 * expected.float().abs().mean(), "in tolerant mode a few features may differ by more"
+    assert error < 0.01 * expected.float().abs().mean(), "how far single ones are off in bf16 is the processor's matter"
     assert expected.abs().mean() > 0.1
 
 
